@@ -103,7 +103,7 @@ class Batch:
         return self.rows[name]
 
     def __contains__(self, name: str) -> bool:
-        return name in self.ragged or name in self.objects or name in self.rows.keys()
+        return name in self.ragged or name in self.objects or name in self.rows.keys()  # noqa: SIM118 - a TensorDict refuses `in`
 
     def __setitem__(self, name: str, column: "Ragged | Tensor | list[Any]") -> None:
         if len(column) != len(self):
@@ -132,7 +132,9 @@ class Batch:
         return Batch(
             torch.cat([b.rows for b in batches]),
             {
-                k: Ragged(torch.cat([b.ragged[k].values for b in batches]), torch.cat([b.ragged[k].lengths for b in batches]))
+                k: Ragged(
+                    torch.cat([b.ragged[k].values for b in batches]), torch.cat([b.ragged[k].lengths for b in batches])
+                )
                 for k in first.ragged
             },
             {k: [o for b in batches for o in b.objects[k]] for k in first.objects},
