@@ -1,0 +1,49 @@
+"""Which roles a run has, where they live and how they are held."""
+
+from dataclasses import dataclass
+
+from spmd_rl.config import Config
+from spmd_rl.config.roles import EngineConfig, OptimConfig
+
+
+@dataclass(frozen=True)
+class RoleSpec:
+    """What the plan reads of a role's config. `engine` is None for the rollout, `optim` for what is not trained."""
+
+    role: str
+    pool: str
+    engine: EngineConfig | None
+    optim: OptimConfig | None
+    path: str | None
+
+    @property
+    def trained(self) -> bool:
+        """Whether it has gradients and optimizer state."""
+        return self.optim is not None
+
+
+def needs_ref(config: Config) -> bool:
+    """Whether a KL term to the reference policy is asked for, in the loss or in the reward."""
+    return config.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+
+
+def role_specs(config: Config) -> dict[str, RoleSpec]:
+    """The roles of the run in plan order. Supervised fine-tuning has only the actor."""
+    c = config
+    specs = [RoleSpec("actor", c.actor.pool, c.actor.engine, c.actor.optim, None)]
+    if c.trainer.mode != "sft":
+        specs.append(RoleSpec("rollout", c.rollout.pool, None, None, None))
+        if needs_ref(c):
+            specs.append(RoleSpec("ref", c.ref.pool, c.ref.engine, None, c.ref.path))
+        if c.algorithm.adv_estimator == "gae":
+            specs.append(RoleSpec("critic", c.critic.pool, c.critic.engine, c.critic.optim, c.critic.path))
+        if c.reward.model.enable:
+            specs.append(RoleSpec("reward", c.reward.model.pool, c.reward.model.engine, None, c.reward.model.path))
+        if c.teacher.enable:
+            specs.append(RoleSpec("teacher", c.teacher.pool, c.teacher.engine, None, c.teacher.path))
+    return {spec.role: spec for spec in specs}
+
+
+def config_path(spec: RoleSpec) -> str:
+    """Where the role's block is in the config (`reward.model` for the reward role)."""
+    return "reward.model" if spec.role == "reward" else spec.role
