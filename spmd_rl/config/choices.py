@@ -1,0 +1,131 @@
+"""Which values the enumerated and the bounded fields may take. Keys may hold `*` for one name."""
+
+import math
+from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from typing import Any
+
+from spmd_rl.config.fields import nearest
+
+KL_ESTIMATORS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "*.engine.name": ("fsdp", "megatron"),
+    "*.engine.fsdp.param_dtype": ("auto", "float32", "bfloat16"),
+    "*.engine.fsdp.reduce_dtype": ("float32", "bfloat16"),
+    "*.optim.schedule": ("constant", "cosine"),
+    "*.loss_agg_mode": AGGREGATIONS,
+    "actor.kl_loss_type": (*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS)),
+    "algorithm.kl_penalty": (*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS)),
+    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "algorithm.rollout_correction.rollout_is": ("token", "sequence"),
+    "algorithm.rollout_correction.loss_type": ("ppo_clip", "reinforce"),
+    "algorithm.filter_groups.metric": ("score", "acc", "seq_reward"),
+    "data.overlong_prompts": ("filter", "error", "truncate_left", "truncate_right"),
+    "pools.*.placement": ("pack", "spread"),
+    "rollout.name": ("transformers", "vllm"),
+    "rollout.dtype": ("auto", "float32", "bfloat16"),
+    "rollout.verify_sync": ("checksum", "full", "off"),
+    "trainer.mode": ("rl", "sft"),
+    "trainer.schedule": ("colocated", "sequential", "one_step_off"),
+    "trainer.device": ("auto", "cpu", "cuda"),
+    "observe.trackers": ("console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio"),
+}
+"""Key pattern to allowed values (of a list: of each item). Advantages, losses and rewards have own registries."""
+
+BOUNDS: dict[str, tuple[float, float]] = {
+    "cluster.nodes": (1, math.inf),
+    "cluster.ranks_per_gpu": (1, math.inf),
+    "pools.*.nnodes": (1, math.inf),
+    "*.engine.fsdp.ulysses_size": (1, math.inf),
+    "*.engine.megatron.tp": (1, math.inf),
+    "*.engine.megatron.pp": (1, math.inf),
+    "*.engine.megatron.vpp": (1, math.inf),
+    "*.engine.megatron.cp": (1, math.inf),
+    "*.engine.megatron.ep": (1, math.inf),
+    "*.engine.megatron.etp": (1, math.inf),
+    "*.engine.max_tokens_per_micro_batch": (1, math.inf),
+    "*.engine.logprob_chunk_tokens": (1, math.inf),
+    "*.optim.lr": (0, math.inf),
+    "*.optim.eps": (0, math.inf),
+    "*.optim.weight_decay": (0, math.inf),
+    "*.optim.clip_grad": (0, math.inf),
+    "*.optim.warmup_steps": (0, math.inf),
+    "*.optim.warmup_ratio": (0, 1),
+    "*.optim.min_lr_ratio": (0, 1),
+    "*.optim.betas": (0, 1),
+    "*.ppo_mini_batch_size": (1, math.inf),
+    "*.ppo_epochs": (1, math.inf),
+    "*.warmup_steps": (0, math.inf),
+    "actor.clip_ratio": (0, math.inf),
+    "actor.clip_ratio_low": (0, math.inf),
+    "actor.clip_ratio_high": (0, math.inf),
+    "actor.clip_ratio_c": (1, math.inf),
+    "actor.kl_loss_coef": (0, math.inf),
+    "critic.cliprange_value": (0, math.inf),
+    "rollout.infer_tp": (1, math.inf),
+    "rollout.infer_pp": (1, math.inf),
+    "rollout.n": (1, math.inf),
+    "rollout.val_n": (1, math.inf),
+    "rollout.temperature": (0, math.inf),
+    "rollout.val_temperature": (0, math.inf),
+    "rollout.top_p": (0, 1),
+    "rollout.val_top_p": (0, 1),
+    "rollout.top_k": (-1, math.inf),
+    "rollout.max_batch_rows": (1, math.inf),
+    "rollout.gpu_memory_utilization": (0, 1),
+    "rollout.sleep_level": (0, 2),
+    "reward.num_workers": (0, math.inf),
+    "reward.timeout_s": (0, math.inf),
+    "reward.on_error": (-math.inf, math.inf),
+    "reward.overlong_buffer_len": (0, math.inf),
+    "data.*.size": (0, math.inf),
+    "data.train_batch_size": (1, math.inf),
+    "data.val_batch_size": (0, math.inf),
+    "data.max_prompt_length": (1, math.inf),
+    "data.max_response_length": (1, math.inf),
+    "algorithm.gamma": (0, 1),
+    "algorithm.lam": (0, 1),
+    "algorithm.kl_ctrl.kl_coef": (0, math.inf),
+    "algorithm.kl_ctrl.horizon": (1, math.inf),
+    "algorithm.kl_ctrl.target_kl": (0, math.inf),
+    "algorithm.filter_groups.max_num_gen_batches": (0, math.inf),
+    "model.lora.rank": (0, math.inf),
+    "trainer.total_training_steps": (0, math.inf),
+    "trainer.total_epochs": (1, math.inf),
+    "trainer.save_freq": (-1, math.inf),
+    "trainer.test_freq": (-1, math.inf),
+    "trainer.staleness": (1, math.inf),
+    "trainer.time_limit_s": (0, math.inf),
+    "trainer.timeout_s": (1, math.inf),
+    "trainer.checkpoint.keep": (0, math.inf),
+    "observe.samples_per_step": (-1, math.inf),
+    "observe.show_samples": (0, math.inf),
+}
+"""Key pattern to the smallest and the largest value, both allowed; NaN and infinities never are."""
+
+
+def matching(patterns: dict[str, Any], key: str) -> Any:
+    """The value of the first pattern that the key matches, or None."""
+    return next((value for pattern, value in patterns.items() if fnmatchcase(key, pattern)), None)
+
+
+def check_value(key: str, value: Any) -> Iterator[str]:
+    """What is wrong with a leaf's value, one sentence each; yields nothing when all is well or the value is unset."""
+    items = value if isinstance(value, list) else [value]
+    choices, bounds = matching(CHOICES, key), matching(BOUNDS, key)
+    for item in items:
+        if choices and item is not None and item not in choices:
+            near = nearest(str(item), choices, 1)
+            hint = f"; did you mean {near[0]}?" if near else ""
+            yield f"{key}={item} is not one of {', '.join(choices)}{hint}"
+        if isinstance(item, float) and not math.isfinite(item):
+            yield f"{key}={item} is not a finite number"
+        elif bounds and isinstance(item, (int, float)) and not bounds[0] <= item <= bounds[1]:
+            yield f"{key}={item} is out of range: {_spell(bounds)}"
+
+
+def _spell(bounds: tuple[float, float]) -> str:
+    low, high = bounds
+    return f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
