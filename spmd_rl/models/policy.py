@@ -1,0 +1,67 @@
+"""The policy: a transformers causal LM that answers with log-probs of asked-for tokens instead of logits.
+
+Everything, the head included, happens inside `Policy.forward`, because a sharded model has its weights only there.
+
+Shapes: S tokens of this rank (packed rows, see packing.py), R' asked-for positions among them.
+"""
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from spmd_rl.models.attention import NAME, check_attention
+from spmd_rl.models.logprobs import TokenStats, check_head, token_logprobs
+from spmd_rl.models.packing import Packing
+
+
+class Policy(nn.Module):
+    """Holds the causal LM as `model`, so parameter names are the checkpoint's with `model.` before them."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        check_attention(model.config)
+        check_head(model.get_output_embeddings(), model.config)
+        if model.config._attn_implementation != NAME:
+            raise ValueError(
+                f"Policy: build the model with attention {NAME!r}, it has {model.config._attn_implementation!r}"
+            )
+        self.model = model
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        packing: Packing,
+        positions: Tensor,
+        targets: Tensor,
+        temperature: float = 1.0,
+        entropy: bool = False,
+        sum_pi_squared: bool = False,
+        chunk: int = 1024,
+    ) -> TokenStats:
+        """Log-prob of `targets` [R'] as the tokens that follow the places `positions` [R'] of input_ids [S].
+
+        Other positions cost no logits. R' may be 0: the call then still runs (and back-propagates through) every layer, as
+        ranks that share a layout must.
+        """
+        hidden_1SH = self.model.get_decoder()(
+            input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, packing=packing
+        ).last_hidden_state
+        return token_logprobs(
+            hidden_1SH[0].index_select(0, positions),
+            self.model.get_output_embeddings().weight,
+            targets,
+            temperature,
+            chunk=chunk,
+            entropy=entropy,
+            sum_pi_squared=sum_pi_squared,
+        )
+
+
+def decoder_layers(model: nn.Module) -> list[nn.Module]:
+    """The repeated blocks, first to last: what is sharded, recomputed and compiled one at a time."""
+    lm = model.model if isinstance(model, Policy) else model
+    layers = getattr(lm.get_decoder(), "layers", None) if isinstance(lm, PreTrainedModel) else None
+    if not isinstance(layers, nn.ModuleList):
+        raise ValueError(f"{type(lm).__name__}: no list of decoder layers found")
+    return list(layers)
