@@ -1,7 +1,7 @@
-"""The one attention function of every transformers model here: causal attention inside packed rows, with or without Ulysses.
+"""The one attention function of every transformers model here: causal inside packed rows, with or without Ulysses.
 
-`register()` adds it to transformers under the name "spmd_rl". No mask is registered under that name, so transformers builds
-none: the rows come as `packing=` through the model's keyword arguments, and so reach a recomputed layer too.
+`register()` adds it to transformers under the name "spmd_rl". No mask is registered under that name, so transformers
+builds none: the rows come as `packing=` through the model's keyword arguments, and so reach a recomputed layer too.
 
 Shapes: T packed tokens, S = T/sp tokens of this rank, H query heads, K key-value heads, D head size, P = sp ranks.
 """
@@ -45,7 +45,8 @@ def check_attention(hf_config: PretrainedConfig, sp_size: int = 1) -> None:
     if heads % sp_size:
         fits = [n for n in range(1, heads + 1) if heads % n == 0]
         raise ConfigError(
-            f"ulysses_size={sp_size} does not divide the {heads} attention heads of {hf_config.model_type}; use one of {fits}"
+            f"ulysses_size={sp_size} does not divide the {heads} attention heads of {hf_config.model_type}; "
+            f"use one of {fits}"
         )
 
 
@@ -82,7 +83,8 @@ def packed_attention(
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
     window = sliding_window if sliding_window is not None and sliding_window < packing.max_seqlen else None
     if packing.sp_size == 1:
-        out_THD = _attend(*(x[0].transpose(0, 1) for x in (query, key, value)), packing, scale, window)
+        q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
+        out_THD = _attend(q_THD, k_TKD, v_TKD, packing, scale, window)
         return out_THD[None], None
     return _ulysses(query[0], key[0], value[0], packing, scale, window)[None], None
 
@@ -99,18 +101,20 @@ def _varlen(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, packing: Packing, scale
     from torch.nn.attention.varlen import varlen_attn
 
     cu, longest = packing.cu_seqlens, packing.max_seqlen
-    left = window - 1 if window is not None else -1
-    return varlen_attn(
-        q_THD, k_TKD, v_TKD, cu, cu, longest, longest, scale=scale, window_size=(left, 0), **_varlen_options()
-    )
+    options: dict[str, Any] = {"scale": scale, "window_size": (window - 1 if window is not None else -1, 0)}
+    if _says_gqa():
+        options["enable_gqa"] = True
+    out = varlen_attn(q_THD, k_TKD, v_TKD, cu, cu, longest, longest, **options)
+    assert isinstance(out, Tensor), "varlen_attn returns more than a tensor only when asked for return_aux"
+    return out
 
 
 @lru_cache
-def _varlen_options() -> dict[str, bool]:
+def _says_gqa() -> bool:
     """torch 2.11 shares key-value heads unasked; later versions want to be told."""
     from torch.nn.attention.varlen import varlen_attn
 
-    return {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 @torch.compiler.disable  # the loop runs over data-dependent lengths: a graph of it would be rebuilt for each batch
@@ -145,7 +149,7 @@ def _equal_runs(lengths: list[int]) -> list[tuple[int, int]]:
 
 
 def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """True where a query [row] sees a key [column] through a sliding window: bool [length, length]; None if it sees all."""
+    """True where a query (row) sees a key (column): bool [length, length]; None if the window hides nothing."""
     if window is None or window >= length:
         return None
     return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
@@ -197,8 +201,8 @@ def _exchange(x: Tensor, group: dist.ProcessGroup) -> Tensor:
 def gather_tokens(local: Tensor, counts: list[int], group: dist.ProcessGroup | None) -> Tensor:
     """Join every rank's [counts[r], ...] in rank order, on every rank; differentiable.
 
-    The backward hands each rank its own part of the gradient: the ranks of a sequence-parallel group all compute the same
-    loss from the joined tensor, so summing their (equal) gradients would count each token sp times.
+    The backward hands each rank its own part of the gradient: the ranks of a sequence-parallel group all compute the
+    same loss from the joined tensor, so summing their (equal) gradients would count each token sp times.
     """
     return local if group is None else _Gather.apply(local, counts, group)
 

@@ -1,6 +1,6 @@
 """The head: log-probs and entropy of given tokens from hidden states, a chunk of tokens at a time.
 
-Logits exist for one chunk only and are computed again in the backward, so memory does not grow with tokens x vocabulary.
+Logits exist for one chunk only and are computed again in the backward: memory does not grow with tokens x vocabulary.
 
 Shapes: T tokens, C tokens of a chunk, H hidden size, V vocabulary.
 """

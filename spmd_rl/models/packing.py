@@ -1,13 +1,14 @@
 """Packed rows: N rows of different lengths laid end to end as one row of T tokens, no padding computed.
 
-With Ulysses (sp > 1) every rank of the sequence-parallel group holds one contiguous slice of T/sp tokens; when sp does not
-divide the tokens, an extra row of padding at the end makes it so. Everything here is a pure function of the lengths.
+With Ulysses (sp > 1) every rank of the sequence-parallel group holds one contiguous slice of T/sp tokens; when sp does
+not divide the tokens, an extra row of padding at the end makes it so. All of it is a pure function of the lengths.
 
 Shapes: N rows, T packed tokens (padding included), S = T/sp tokens of this rank, R response tokens of all rows.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -83,7 +84,7 @@ class Packing:
         return positions_T[self.slice_for(self.sp_rank)].to(self.cu_seqlens.device)
 
     def local_positions(self, positions_R: Tensor) -> tuple[Tensor, slice]:
-        """Of ascending packed positions [R], those this rank holds: (their places in its slice [R'], the slice of R)."""
+        """Of ascending packed positions [R], this rank's: (their places in its slice [R'], the slice of R)."""
         counts = self.counts(positions_R)
         start = sum(counts[: self.sp_rank])
         mine = slice(start, start + counts[self.sp_rank])
@@ -95,14 +96,14 @@ class Packing:
             return [len(positions_R)]
         starts = torch.tensor([self.slice_for(r).start for r in range(1, self.sp_size)], device=positions_R.device)
         cuts = [0, *torch.searchsorted(positions_R, starts).tolist(), len(positions_R)]
-        return [b - a for a, b in zip(cuts, cuts[1:], strict=False)]
+        return [b - a for a, b in pairwise(cuts)]
 
 
 def response_positions(prompt_lengths: Sequence[int], response_lengths: Sequence[int]) -> Tensor:
     """Packed positions whose outputs predict the response tokens: int64 [R], ascending, rows in order.
 
-    Row i is prompt_lengths[i] prompt tokens (at least one) and then response_lengths[i] response tokens; the token before
-    each response token predicts it.
+    Row i is prompt_lengths[i] prompt tokens (at least one) and then response_lengths[i] response tokens; the token
+    before each response token predicts it.
     """
     pieces, start = [], 0
     for prompt, response in zip(prompt_lengths, response_lengths, strict=True):

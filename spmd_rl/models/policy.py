@@ -5,7 +5,6 @@ Everything, the head included, happens inside `Policy.forward`, because a sharde
 Shapes: S tokens of this rank (packed rows, see packing.py), R' asked-for positions among them.
 """
 
-import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -41,8 +40,8 @@ class Policy(nn.Module):
     ) -> TokenStats:
         """Log-prob of `targets` [R'] as the tokens that follow the places `positions` [R'] of input_ids [S].
 
-        Other positions cost no logits. R' may be 0: the call then still runs (and back-propagates through) every layer, as
-        ranks that share a layout must.
+        Other positions cost no logits. R' may be 0: the call then still runs (and back-propagates through) every layer,
+        as ranks that share a layout must.
         """
         hidden_1SH = self.model.get_decoder()(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, packing=packing
