@@ -22,14 +22,14 @@ def workload(lengths: Sequence[int]) -> list[int]:
 
 
 class _Bin(NamedTuple):
-    """Rows of one partition. Tuple order (sum, count, rows) also settles ties, so that the result is unique."""
+    """Rows of one partition. Tuple order (total, size, rows) also settles ties, so that the result is unique."""
 
     total: int
-    count: int
+    size: int
     rows: list[int]
 
     def join(self, other: "_Bin") -> "_Bin":
-        return _Bin(self.total + other.total, self.count + other.count, self.rows + other.rows)
+        return _Bin(self.total + other.total, self.size + other.size, self.rows + other.rows)
 
 
 class _Partial:
@@ -152,8 +152,8 @@ def assign(
 ) -> Assignment:
     """Deal a global batch of N rows out to dp ranks and micro-batches.
 
-    `lengths_N` in tokens; `minibatch_N` numbers each row's mini-batch from 0 (see `consecutive`). Inside each mini-batch
-    the rows are balanced over the dp ranks (their numbers may differ, down to none), then each rank's rows go into
+    `lengths_N` in tokens; `minibatch_N` numbers each row's mini-batch from 0 (see `consecutive`). Inside one, the rows
+    are balanced over the dp ranks (their numbers may differ, down to none), then each rank's rows go into
     micro-batches of at most `max_tokens` tokens, as many on every rank. `dp_of_row` keeps rows where they already are:
     another PPO epoch that draws other mini-batches moves no data.
     """
@@ -168,7 +168,9 @@ def assign(
             for rank, part in enumerate(balance([lengths_N[i] for i in rows], dp_size)):
                 for at in part:
                     owner[rows[at]] = rank
-        per_rank = [[i for i in rows if owner[i] == rank] for rank in range(dp_size)]
+        per_rank: list[list[int]] = [[] for _ in range(dp_size)]
+        for row in rows:
+            per_rank[owner[row]].append(row)
         micro.append(_equal_counts(lengths_N, per_rank, max_tokens, multiple_of))
     return Assignment(owner, micro)
 

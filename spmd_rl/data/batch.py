@@ -130,7 +130,7 @@ class Batch:
         """Rows of all batches in order. All must have the same columns."""
         first = batches[0]
         return Batch(
-            torch.cat([b.rows for b in batches]),
+            torch.cat([b.rows for b in batches]),  # type: ignore[arg-type]
             {
                 k: Ragged(
                     torch.cat([b.ragged[k].values for b in batches]), torch.cat([b.ragged[k].lengths for b in batches])
