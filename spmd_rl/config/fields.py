@@ -56,7 +56,7 @@ def section_of(hint: Any) -> tuple[type | None, bool]:
     if hasattr(hint, "__dataclass_fields__"):
         return hint, False
     args = typing.get_args(hint)
-    if typing.get_origin(hint) is dict and dataclasses.is_dataclass(args[1]):
+    if typing.get_origin(hint) is dict and hasattr(args[1], "__dataclass_fields__"):
         return args[1], True
     return None, False
 

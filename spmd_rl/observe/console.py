@@ -1,0 +1,145 @@
+"""The console: a header, a line a step, validation, a few replies; with a progress bar when it is a terminal."""
+
+import sys
+import time
+from collections.abc import Mapping, Sequence
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from spmd_rl.config import Config
+from spmd_rl.observe.tracking import Metrics, Sample
+
+COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("loss", ("sft/loss", "train/loss"), ".4f"),
+    ("reward", ("critic/score/mean",), ".3f"),
+    ("len", ("response_length/mean",), ".1f"),
+    ("kl", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), ".4f"),
+    ("entropy", ("actor/entropy",), ".3f"),
+    ("grad", ("actor/grad_norm", "sft/grad_norm"), ".3g"),
+    ("lr", ("actor/lr", "sft/lr"), ".2g"),
+    ("tok/s", ("perf/tokens_per_second", "perf/throughput"), ".0f"),
+)
+"""What a step's line shows: label, the metrics of which the first present is taken, format."""
+
+WARN_ABOVE_ZERO = ("reward/errors", "reward/timeouts", "actor/skipped_updates")
+"""Counters that are shown only when something happened."""
+
+
+class ConsoleTracker:
+    """Lines on the terminal, or plain lines (one a step, no escape codes) into a file or a pipe."""
+
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(file=sys.stdout, highlight=False, soft_wrap=True)
+        self._progress: Progress | None = None
+        self._first_validation: dict[str, float] = {}
+        self._steps = self._start_step = self._show_samples = 0
+        self._started = time.monotonic()
+
+    def start(self, config: Config, start_step: int, facts: Mapping[str, str]) -> None:
+        """Print the header; `facts["steps"]` is the number of steps, for the progress and the time left."""
+        self._show_samples, self._start_step = config.observe.show_samples, start_step
+        self._steps = int(facts.get("steps", 0))
+        title = f"spmd_rl  {config.trainer.project_name}/{config.trainer.experiment_name}"
+        self._console.print(Text(title, style="bold"))
+        grid = Table.grid(padding=(0, 2))
+        resumed = {"resumed": f"after step {start_step}"} if start_step else {}
+        for name, value in {**facts, "output": config.trainer.output_dir, **resumed}.items():
+            grid.add_row(Text(f"  {name}", style="cyan"), str(value))
+        self._console.print(grid)
+        self._started = time.monotonic()
+        if self._console.is_terminal and self._steps:
+            self._progress = _progress(self._console, start_step, self._steps)
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        """The step's line, and the validation's when there is one among the metrics."""
+        validation = {name: value for name, value in metrics.items() if name.startswith("val-core/")}
+        if len(validation) < len(metrics) and any(not name.startswith("val-") for name in metrics):
+            self._print(Text(self.step_line(metrics, step)))
+            if self._progress:
+                self._progress.update(self._progress.task_ids[0], completed=step, left=self._left(step))
+        if validation:
+            self._print(Text(self.validation_line(validation, step), style="green"))
+
+    def samples(self, rows: Sequence[Sample], step: int) -> None:
+        """The first few replies, on one line each."""
+        for row in rows[: self._show_samples]:
+            shown = f"    {_one_line(row.get('prompt', ''), -60)} → {_one_line(row.get('response', ''), 90)}"
+            self._print(Text(f"{shown}  [{_number(row.get('score'))}]", style="dim"))
+
+    def close(self) -> None:
+        """Stop the progress bar."""
+        if self._progress:
+            self._progress.stop()
+            self._progress = None
+
+    def step_line(self, metrics: Metrics, step: int) -> str:
+        """`step 3/30  reward 0.250  len 4.1 … 6.1 s (generate 3.2, update_actor 2.1)  left 2:10`."""
+        words = [f"step {step}/{self._steps}" if self._steps else f"step {step}"]
+        for label, names, spec in COLUMNS:
+            value = next((metrics[name] for name in names if name in metrics), None)
+            if value is not None:
+                words.append(f"{label} {value:{spec}}")
+        words += [f"{name} {metrics[name]:g}" for name in WARN_ABOVE_ZERO if metrics.get(name, 0) > 0]
+        words += _times(metrics)
+        if self._steps and not self._progress:
+            words.append(f"left {self._left(step)}")
+        return "  ".join(words)
+
+    def validation_line(self, validation: Metrics, step: int) -> str:
+        """`validation after step 10  chain_sum reward mean@1 0.410 (+0.170)`: the change since the first one."""
+        words = [f"validation after step {step}"]
+        for name, value in validation.items():
+            if name.endswith("/std"):
+                continue
+            _, source, variable, metric = name.split("/", 3)
+            first = self._first_validation.setdefault(name, value)
+            change = f" ({value - first:+.3f})" if step > self._start_step else ""
+            words.append(f"{source} {variable} {metric} {value:.3f}{change}")
+        return "  ".join(words)
+
+    def _print(self, text: Text) -> None:
+        (self._progress.console if self._progress else self._console).print(text)
+
+    def _left(self, step: int) -> str:
+        done = max(step - self._start_step, 1)
+        return _clock((time.monotonic() - self._started) / done * max(self._steps - step, 0))
+
+
+def _progress(console: Console, start_step: int, steps: int) -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left {task.fields[left]}"))
+    progress = Progress(*columns, console=console, transient=True)
+    progress.add_task("steps", total=steps, completed=start_step, left="?")
+    progress.start()
+    return progress
+
+
+def _times(metrics: Metrics) -> list[str]:
+    """The step's seconds, and in brackets the phases that took a twentieth of it or more, longest first."""
+    step = metrics.get("perf/time_per_step")
+    if step is None:
+        return []
+    phases = {name[9:]: value for name, value in metrics.items() if name.startswith("timing_s/") and name[9:] != "step"}
+    shown = sorted((item for item in phases.items() if item[1] >= 0.05 * step), key=lambda item: -item[1])
+    inside = ", ".join(f"{name} {value:.1f}" for name, value in shown)
+    return [f"{step:.1f} s" + (f" ({inside})" if inside else "")]
+
+
+def _one_line(text: object, width: int) -> str:
+    """Text without line breaks, cut to its first `width` characters, or to its last ones when negative."""
+    folded = " ".join(str(text).split())
+    if len(folded) <= abs(width):
+        return folded
+    return f"…{folded[width + 1 :]}" if width < 0 else f"{folded[: width - 1]}…"
+
+
+def _number(value: object) -> str:
+    return f"{value:g}" if isinstance(value, (int, float)) else str(value)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

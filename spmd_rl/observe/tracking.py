@@ -1,0 +1,104 @@
+"""Where metrics and samples go: a `Tracker` per name in `observe.trackers`, all behind one `Trackers`.
+
+Only the rank that writes has any; on the others `open_trackers(..., writes=False)` gives an empty one, and the trainer
+calls it all the same. A run that resumes after `start_step` leaves no step twice in any of them.
+"""
+
+import importlib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from spmd_rl.config import Config, ConfigError
+
+Metrics = Mapping[str, float]
+Sample = Mapping[str, Any]
+"""One reply: uid, sample, prompt, response, score, ground_truth and whatever else is known of it."""
+
+
+class Tracker(Protocol):
+    """A place that keeps or shows a run."""
+
+    def start(self, config: Config, start_step: int, facts: Mapping[str, str]) -> None:
+        """Open it. `start_step`: the last step that is done (0 for a fresh run). `facts`: what a header shows."""
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        """The metrics of a step. Training and validation of one step may come in two calls."""
+
+    def samples(self, rows: Sequence[Sample], step: int) -> None:
+        """Replies of a step."""
+
+    def close(self) -> None:
+        """Write out what is pending."""
+
+
+TRACKERS: dict[str, tuple[str, str]] = {
+    "jsonl": ("spmd_rl.observe.jsonl", "JsonlTracker"),
+    "tensorboard": ("spmd_rl.observe.tensorboard", "TensorboardTracker"),
+    "wandb": ("spmd_rl.observe.wandb", "WandbTracker"),
+    "mlflow": ("spmd_rl.observe.mlflow", "MlflowTracker"),
+    "trackio": ("spmd_rl.observe.trackio", "TrackioTracker"),
+    "console": ("spmd_rl.observe.console", "ConsoleTracker"),
+}
+"""Name to (module, class); a module is imported only when its tracker is asked for."""
+
+
+class Trackers:
+    """Several trackers as one."""
+
+    def __init__(self, trackers: Sequence[Tracker], samples_per_step: int = -1) -> None:
+        self._trackers = list(trackers)
+        self._samples_per_step = samples_per_step
+
+    def log(self, metrics: Metrics, step: int) -> None:
+        """The metrics of a step, to all."""
+        for tracker in self._trackers:
+            tracker.log(metrics, step)
+
+    def samples(self, rows: Sequence[Sample], step: int) -> None:
+        """At most `observe.samples_per_step` replies of a step, the first ones, to all; -1 means every one."""
+        kept = list(rows) if self._samples_per_step < 0 else list(rows)[: self._samples_per_step]
+        for tracker in self._trackers:
+            if kept:
+                tracker.samples(kept, step)
+
+    def close(self) -> None:
+        """Close all."""
+        for tracker in self._trackers:
+            tracker.close()
+
+
+def check_trackers(names: Sequence[str]) -> None:
+    """Raise ConfigError when a tracker's package is not installed; called while planning, before a model is loaded."""
+    for name in names:
+        _make(name)
+
+
+def open_trackers(
+    config: Config, writes: bool, start_step: int = 0, facts: Mapping[str, str] | None = None
+) -> Trackers:
+    """The trackers of `config.observe`, started; none where `writes` is false.
+
+    `facts` are lines for the console's header: model, layout, ranks, sizes, `steps` for the number of steps.
+    Raises ConfigError when a tracker's package is not installed.
+    """
+    if not writes:
+        return Trackers([])
+    Path(config.trainer.output_dir).mkdir(parents=True, exist_ok=True)
+    trackers = [_make(name) for name in config.observe.trackers]
+    for tracker in trackers:
+        tracker.start(config, start_step, facts or {})
+    return Trackers(trackers, config.observe.samples_per_step)
+
+
+def _make(name: str) -> Tracker:
+    module, cls = TRACKERS[name]
+    try:
+        made: Tracker = getattr(importlib.import_module(module), cls)()
+    except ImportError as error:
+        missing = error.name or name
+        raise ConfigError(
+            f"observe.trackers holds {name}, but the package {missing} is not installed: pip install {missing},"
+            f" or leave {name} out of observe.trackers"
+        ) from error
+    return made
