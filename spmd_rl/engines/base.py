@@ -1,0 +1,61 @@
+"""What an engine is: a model held by all ranks of a pool, that computes token columns and takes optimizer steps.
+
+Shapes: N rows of a rank's batch, R response tokens of a micro-batch (rows end to end).
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from spmd_rl.data.batch import Batch, Ragged
+from spmd_rl.observe.metrics import Partial
+
+Outputs = Mapping[str, Tensor]
+"""Token columns of one micro-batch, [R] each: log_probs and entropy, or values."""
+
+Objective = Callable[[Batch, Outputs], tuple[Tensor, Partial]]
+"""(rows of a micro-batch, its outputs with gradient) -> (its share of the mini-batch's loss, its metrics)."""
+
+
+@dataclass
+class StepResult:
+    """One optimizer step: this rank's metrics, its share of the loss, the global gradient norm, and whether it was taken."""
+
+    partial: Partial = field(default_factory=dict)
+    loss: float = 0.0
+    grad_norm: float = 0.0
+    skipped: bool = False
+    lr: float = 0.0
+
+
+class Engine(Protocol):
+    """Every rank of the role's pool makes the same calls, with as many micro-batches each (empty ones pad)."""
+
+    version: int
+    """Optimizer steps taken: what a weight sync compares."""
+
+    def forward(self, batch: Batch, micro: Sequence[Sequence[int]], want: Sequence[str]) -> dict[str, Ragged]:
+        """Token columns of all rows, without gradient."""
+        ...
+
+    def train(self, batch: Batch, micro: Sequence[Sequence[int]], objective: Objective) -> StepResult:
+        """Sum the objective's gradient over micro-batches and ranks, clip, and take one optimizer step."""
+        ...
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor) of every parameter, one at a time; all ranks must walk through it."""
+        ...
+
+    def state(self) -> dict[str, Any]:
+        """Model, optimizer and schedule, as torch DCP saves and loads it in place."""
+        ...
+
+    def load_state(self, state: dict[str, Any], version: int) -> None:
+        """Take what DCP loaded into `state()`, as it was after `version` optimizer steps."""
+        ...
+
+    def move(self, piece: str, to_host: bool) -> int:
+        """Move `params` or `optimizer` (state and gradients) between device and host; bytes moved."""
+        ...

@@ -1,0 +1,236 @@
+"""The FSDP2 engine: transformers models sharded over [fsdp] or [ddp, fsdp], packed rows, Ulysses over the same ranks.
+
+Gradients are summed, not averaged, over ranks: a loss is already this rank's share of the whole mini-batch's loss.
+FSDP2: `torch.distributed.fsdp.fully_shard`, after Zhao et al. 2023, arXiv:2304.11277.
+
+Shapes: T packed tokens of a micro-batch, R response tokens.
+"""
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from spmd_rl.config.roles import EngineConfig, OptimConfig
+from spmd_rl.data.batch import Batch, Ragged
+from spmd_rl.engines.base import Objective, Outputs, StepResult
+from spmd_rl.engines.schedule import learning_rate
+from spmd_rl.observe.metrics import merge
+from spmd_rl.models.attention import gather_tokens
+from spmd_rl.models.loading import materialise
+from spmd_rl.models.packing import Packing, response_positions
+from spmd_rl.models.names import exports
+from spmd_rl.models.policy import decoder_layers
+from spmd_rl.runtime.bootstrap import Runtime
+from spmd_rl.topology.layout import RoleLayout
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+
+
+def compute_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is bfloat16 on CUDA and float32 on the CPU."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return DTYPES[name]
+
+
+class FsdpEngine:
+    """An `Engine`. Without `optim` it is frozen (ref, teacher)."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        folder: Path | None,
+        layout: RoleLayout,
+        runtime: Runtime,
+        config: EngineConfig,
+        *,
+        optim: OptimConfig | None = None,
+        total_steps: int = 1,
+        temperature: float = 1.0,
+        seed: int = 0,
+    ) -> None:
+        """Shard `model` (on the meta device) over the layout's mesh, then read each rank's slices from `folder`."""
+        self.config, self.layout, self.device = config, layout, runtime.device
+        self.temperature = temperature
+        self.sp_group = runtime.groups.along(layout.batch, "sp")
+        self.sp_rank = layout.batch.coords(runtime.pool_rank)["sp"]
+        self.sp_size = layout.batch.axis_size("sp")
+        self.model = self._shard(model, runtime)
+        materialise(self.model, folder, self._home(), seed=seed)
+        self.optim = optim
+        self.total_steps = total_steps
+        self.version = 0
+        self.optimizer = self._make_optimizer(optim) if optim else None
+        if optim is None:
+            self.model.requires_grad_(False)
+
+    def _home(self) -> torch.device:
+        """Where the shards live: the host under FSDP's offload policy, else the rank's device."""
+        return torch.device("cpu") if self.config.fsdp.offload_policy else self.device
+
+    def _shard(self, model: nn.Module, runtime: Runtime) -> nn.Module:
+        fsdp = self.config.fsdp
+        mesh = runtime.groups.mesh(self.layout.mesh)
+        precision = MixedPrecisionPolicy(
+            param_dtype=compute_dtype(fsdp.param_dtype, self.device),
+            reduce_dtype=compute_dtype(fsdp.reduce_dtype, self.device),
+        )
+        offload = CPUOffloadPolicy() if fsdp.offload_policy and self.device.type == "cuda" else OffloadPolicy()
+        for layer in decoder_layers(model):
+            if self.config.compile:
+                layer.compile()
+            fully_shard(
+                layer,
+                mesh=mesh,
+                mp_policy=precision,
+                offload_policy=offload,
+                reshard_after_forward=fsdp.reshard_after_forward,
+            )
+        fully_shard(model, mesh=mesh, mp_policy=precision, offload_policy=offload, reshard_after_forward=False)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.set_gradient_divide_factor(1.0)
+        return model
+
+    def _make_optimizer(self, optim: OptimConfig) -> torch.optim.Optimizer:
+        trained = [p for p in self.model.parameters() if p.requires_grad]
+        groups = [
+            {"params": [p for p in trained if p.ndim > 1], "weight_decay": optim.weight_decay},
+            {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
+        ]
+        return torch.optim.AdamW(
+            [g for g in groups if g["params"]], lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps
+        )
+
+    def forward(self, batch: Batch, micro: Sequence[Sequence[int]], want: Sequence[str]) -> dict[str, Ragged]:
+        self.model.eval()
+        columns: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in want}
+        with torch.no_grad():
+            for rows in micro:
+                part = batch.select(rows)
+                outputs = self._outputs(part, entropy="entropy" in want)
+                lengths = part["responses"].lengths.tolist()
+                for name in want:
+                    pieces = outputs[name].cpu().split(lengths)
+                    columns[name] += zip(rows, pieces, strict=True)
+        return {name: Ragged.from_rows([piece for _, piece in sorted(pairs, key=lambda p: p[0])], torch.float32)
+                for name, pairs in columns.items()}
+
+    def train(self, batch: Batch, micro: Sequence[Sequence[int]], objective: Objective) -> StepResult:
+        assert self.optimizer is not None and self.optim is not None, "a frozen engine cannot be trained"
+        self.model.train()
+        result = StepResult(lr=learning_rate(self.optim, self.version, self.total_steps))
+        for rows in micro:
+            part = batch.select(rows)
+            loss, partial = objective(part, self._outputs(part, entropy=True))
+            loss.backward()
+            result.loss += loss.item()
+            result.partial = merge([result.partial, partial])
+        result.grad_norm = self._clip()
+        result.skipped = not torch.isfinite(torch.tensor(result.grad_norm)).item()
+        if not result.skipped:
+            for group in self.optimizer.param_groups:
+                group["lr"] = result.lr
+            self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.version += 1
+        return result
+
+    def _outputs(self, batch: Batch, entropy: bool) -> Outputs:
+        """Run the model over a micro-batch; token columns of all its response tokens, on every rank of the sp group."""
+        prompts, responses = batch["prompts"], batch["responses"]
+        if len(batch):
+            pairs = zip(prompts.rows(), responses.rows(), strict=True)
+            tokens = torch.cat([t for pair in pairs for t in pair])
+            lengths = (prompts.lengths + responses.lengths).tolist()
+        else:  # nothing to do here, but every rank takes part in the collectives
+            tokens, lengths = torch.zeros(1, dtype=torch.int64), [1]
+        packing = Packing.pack(lengths, self.sp_size, self.sp_rank, self.sp_group, self.device)
+        positions = response_positions(prompts.lengths.tolist(), responses.lengths.tolist())
+        places, mine = packing.local_positions(positions)
+        stats = self.model(
+            input_ids=packing.local(tokens).to(self.device),
+            position_ids=packing.position_ids(),
+            packing=packing,
+            positions=places.to(self.device),
+            targets=responses.values[mine].to(self.device),
+            temperature=self.temperature,
+            entropy=entropy,
+            chunk=self.config.logprob_chunk_tokens,
+        )
+        outputs = {name: column for name, column in stats._asdict().items() if column is not None}
+        if self.sp_size == 1 or not len(positions):
+            return outputs
+        counts = packing.counts(positions)
+        return {name: gather_tokens(column, counts, self.sp_group) for name, column in outputs.items()}
+
+    def _clip(self) -> float:
+        """Scale the gradient to the clip norm; its global L2 norm before."""
+        assert self.optim is not None
+        parameters = [p for p in self.model.parameters() if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
+        if self.optim.clip_grad > 0:
+            torch.nn.utils.clip_grads_with_norm_(parameters, self.optim.clip_grad, norm)
+        return float(norm)
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        parameters = dict(self.model.named_parameters())
+        for export in exports(self.model):
+            sources = [full(parameters[name]) for name in export.sources]
+            yield export.name, export.make(sources).detach()
+
+    def state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {"model": get_model_state_dict(self.model)}
+        if self.optimizer is not None:
+            state["optimizer"] = get_optimizer_state_dict(self.model, self.optimizer)
+        return state
+
+    def load_state(self, state: dict[str, Any], version: int) -> None:
+        set_model_state_dict(self.model, state["model"])
+        if self.optimizer is not None:
+            set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
+        self.version = version
+
+    def move(self, piece: str, to_host: bool) -> int:
+        """Nothing moves on a CPU, nor under FSDP's own offload, which streams by itself."""
+        if self.config.fsdp.offload_policy or self.device.type == "cpu":
+            return 0
+        target = torch.device("cpu") if to_host else self.device
+        if piece == "params":
+            moved = sum(_nbytes(p) for p in self.model.parameters() if p.device.type != target.type)
+            self.model.to(target)
+            return moved
+        assert piece == "optimizer", piece
+        return self._move_optimizer(target)
+
+    def _move_optimizer(self, target: torch.device) -> int:
+        moved = 0
+        for state in self.optimizer.state.values() if self.optimizer else ():
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.ndim and value.device.type != target.type:
+                    moved += _nbytes(value)
+                    state[name] = value.to(target)
+        return moved
+
+
+def full(parameter: Tensor) -> Tensor:
+    """The whole tensor; a collective over the mesh when it is sharded."""
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _nbytes(x: Tensor) -> int:
+    local = x.to_local() if isinstance(x, DTensor) else x
+    return local.numel() * local.element_size()

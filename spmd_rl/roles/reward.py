@@ -1,0 +1,64 @@
+"""The reward role: replies become scores, by functions in worker processes on the ranks that collect replies."""
+
+from collections.abc import Sequence
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from spmd_rl.data.batch import Batch
+from spmd_rl.data.prompts import Prompt
+from spmd_rl.rewards.scorer import Completion, Scored, Scorer
+
+
+class Reward:
+    """Decodes a rank's replies and scores them, one whole group at a time."""
+
+    def __init__(self, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.scorer, self.tokenizer = scorer, tokenizer
+
+    def score(self, batch: Batch, prompts: Sequence[Prompt], n: int) -> Batch:
+        """Add `score`, `reward/<function>` and `acc` [N], and the objects `text` and `error`.
+
+        `prompts` are this rank's own, in the order of the batch's groups of n rows.
+        """
+        texts = self._texts(batch)
+        groups = [
+            [self._completion(batch, texts, prompt, g * n + s) for s in range(n)]
+            for g, prompt in enumerate(prompts if len(batch) else [])
+        ]
+        scored = [s for group in self.scorer.score(groups) for s in group]
+        batch["score"] = torch.tensor([s.score for s in scored], dtype=torch.float32)
+        for name in self.scorer.names:
+            batch[f"reward/{name}"] = torch.tensor([s.parts.get(name, 0.0) for s in scored], dtype=torch.float32)
+        batch["acc"] = torch.tensor([_accuracy(s) for s in scored], dtype=torch.float32)
+        rows = [c.row for group in groups for c in group]
+        batch["prompt"] = [c.prompt_text for group in groups for c in group]
+        batch["data_source"] = [row.data_source for row in rows]
+        batch["ground_truth"] = [row.ground_truth for row in rows]
+        batch["text"] = texts
+        batch["error"] = [s.error for s in scored]
+        batch["prediction"] = [s.extra.get("pred") for s in scored]
+        return batch
+
+    def _texts(self, batch: Batch) -> list[str]:
+        rows = [row.tolist() for row in batch["responses"].rows()]
+        return self.tokenizer.batch_decode(rows, skip_special_tokens=True) if rows else []
+
+    def _completion(self, batch: Batch, texts: list[str], prompt: Prompt, row: int) -> Completion:
+        ids = batch["responses"]
+        start = int(ids.lengths[:row].sum())
+        tokens = ids.values[start : start + int(ids.lengths[row])].tolist()
+        return Completion(
+            row=prompt.row,
+            uid=prompt.uid,
+            sample=int(batch["sample"][row]),
+            prompt_text=prompt.text,
+            text=texts[row],
+            token_ids=tokens,
+            length=len(tokens),
+        )
+
+
+def _accuracy(scored: Scored) -> float:
+    """The function's own `acc`, else the score itself (as verl's validation reads it)."""
+    return float(scored.extra.get("acc", scored.score))

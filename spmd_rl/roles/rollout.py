@@ -1,0 +1,73 @@
+"""The rollout role: each replica samples its share of a step's prompts with the actor's current weights."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from spmd_rl.config import Config
+from spmd_rl.data.batch import Batch
+from spmd_rl.engines.base import Engine
+from spmd_rl.rollout.base import Request, RolloutEngine, to_batch
+from spmd_rl.rollout.sampling import SamplingParams
+from spmd_rl.topology.layout import RoleLayout, split_rows
+
+
+class HasPrompt(Protocol):
+    """What is sampled for: its number within the run and its token ids."""
+
+    uid: int
+    prompt_ids: list[int]
+
+
+class Rollout:
+    """Samples replies; takes the actor's weights whenever they have changed since the last time."""
+
+    def __init__(self, config: Config, layout: RoleLayout, pool_rank: int, engine: RolloutEngine, actor: Engine) -> None:
+        self.config, self.layout, self.pool_rank = config, layout, pool_rank
+        self.engine, self.actor = engine, actor
+        self.synced_at = -1
+        """The actor's version (optimizer steps) that the engine holds; -1 before the first sync."""
+
+    def share(self, count: int) -> slice:
+        """Which of `count` prompts this rank's replica samples: consecutive, even but for one (design, Dispatch)."""
+        starts = split_rows(count, self.layout.dp_size)
+        mine = self.layout.dp_rank(self.pool_rank)
+        return slice(int(starts[mine]), int(starts[mine + 1]))
+
+    def sync(self) -> bool:
+        """Weight sync, if the actor has moved on; whether there was one."""
+        if self.synced_at == self.actor.version:
+            return False
+        self.engine.load_weights(self.actor.weights())
+        self.synced_at = self.actor.version
+        return True
+
+    def generate(self, prompts: Sequence[HasPrompt], params: SamplingParams, n: int, step: int, seed: int) -> Batch:
+        """n replies for this replica's share of `prompts`; rows of one prompt are together, in `row_id` order.
+
+        On ranks of a replica that do not collect, the batch has the same columns and no rows.
+        """
+        self.engine.wake()
+        self.sync()
+        share = self.share(len(prompts))
+        requests = [Request(p.uid, p.prompt_ids, n) for p in prompts[share]]
+        batch = to_batch(requests, self.engine.generate(requests, params, seed=seed, step=step))
+        self.engine.sleep()
+        batch["row_id"] = torch.arange(share.start * n, share.start * n + len(batch))
+        return batch if self.layout.collects(self.pool_rank) else batch.select([])
+
+    def training_params(self) -> SamplingParams:
+        """How to sample for training."""
+        c = self.config.rollout
+        return self._params(c.temperature, c.top_p, c.top_k)
+
+    def validation_params(self) -> SamplingParams:
+        """How to sample for validation."""
+        c = self.config.rollout
+        return self._params(c.val_temperature, c.val_top_p, -1)
+
+    def _params(self, temperature: float, top_p: float, top_k: int) -> SamplingParams:
+        c = self.config.rollout
+        limit = self.config.data.max_response_length
+        return SamplingParams(temperature, top_p, top_k, limit, tuple(c.stop_token_ids), c.ignore_eos)

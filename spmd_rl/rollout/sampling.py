@@ -1,0 +1,114 @@
+"""Sampling whose noise belongs to the token, not to the rank or the batch.
+
+Gumbel-max: argmax_v(log p_v + g_v) is a draw from p, with g_v = -log(-log u_v) [Gumbel 1954; Maddison et al. 2014,
+"A* Sampling", arXiv:1411.0030]. u_v comes from a counter-based hash of (seed, step, uid, sample, position, v), so any
+rank, batch or order draws the same token, and a rounding error of the logits flips one only in a near tie.
+
+Shapes: B rows, V vocabulary.
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+_MASK64 = (1 << 64) - 1
+_GOLDEN32 = 0x9E3779B9 - (1 << 32)
+_MIX_A = 0x7FEB352D
+_MIX_B = 0x846CA68B - (1 << 32)
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to draw. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1 keep every token."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 512
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+def row_keys(seed: int, step: int, uids: Tensor, samples: Tensor) -> Tensor:
+    """One 64-bit key a row, int64 [B], from (seed, step, uid, sample)."""
+    keys = torch.empty(len(uids), dtype=torch.int64)
+    for i, (uid, sample) in enumerate(zip(uids.tolist(), samples.tolist(), strict=True)):
+        word = 0
+        for part in (seed, step, uid, sample):
+            word = _splitmix64(word ^ (part & _MASK64))
+        keys[i] = word - (1 << 64) if word >= 1 << 63 else word
+    return keys
+
+
+def _splitmix64(x: int) -> int:
+    """The output function of SplitMix64 [Steele, Lea, Flood 2014]."""
+    x = (x + 0x9E3779B97F4A7C15) & _MASK64
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK64
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK64
+    return x ^ (x >> 31)
+
+
+def gumbel(keys_B: Tensor, positions_B: Tensor, vocab: int) -> Tensor:
+    """Gumbel noise float32 [B, V] for the token at `positions_B` of the rows with `keys_B`."""
+    low = (keys_B & 0xFFFFFFFF) ^ (positions_B * 0x632BE5AB & 0xFFFFFFFF)
+    high = (keys_B >> 32 & 0xFFFFFFFF) + positions_B * 0x85157AF5 & 0xFFFFFFFF
+    x = torch.arange(vocab, dtype=torch.int32, device=keys_B.device) * _GOLDEN32
+    x = x[None] ^ _as_int32(low)[:, None]
+    x = _mix32(x)
+    x ^= _as_int32(high)[:, None]
+    x = _mix32(x)
+    u = ((x >> 8) & 0xFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-24)  # in (0, 1), 24 bits
+    return u.log_().neg_().log_().neg_()
+
+
+def _as_int32(x: Tensor) -> Tensor:
+    """The low 32 bits, reinterpreted as a signed int32."""
+    return torch.where(x >= 1 << 31, x - (1 << 32), x).to(torch.int32)
+
+
+def _mix32(x: Tensor) -> Tensor:
+    """A bijective avalanche mix of 32 bits (xorshift-multiply, constants of C. Wellons' hash search)."""
+    x ^= (x >> 16) & 0xFFFF
+    x *= _MIX_A
+    x ^= (x >> 15) & 0x1FFFF
+    x *= _MIX_B
+    x ^= (x >> 16) & 0xFFFF
+    return x
+
+
+def sample(
+    logits_BV: Tensor, params: SamplingParams, keys_B: Tensor, positions_B: Tensor, rows_at_once: int = 32
+) -> tuple[Tensor, Tensor]:
+    """Draw one token a row: (tokens int64 [B], log-probs float32 [B] under the processed distribution)."""
+    tokens, logprobs = [], []
+    for at in range(0, len(logits_BV), rows_at_once):  # noise and float32 logits of a few rows at one time
+        part = slice(at, at + rows_at_once)
+        scaled = process(logits_BV[part], params)
+        if params.temperature == 0:
+            token = scaled.argmax(-1)
+        else:
+            token = (scaled + gumbel(keys_B[part], positions_B[part], scaled.shape[1])).argmax(-1)
+        tokens.append(token)
+        logprobs.append(scaled.gather(1, token[:, None])[:, 0] - scaled.logsumexp(-1))
+    return torch.cat(tokens), torch.cat(logprobs)
+
+
+def process(logits_BV: Tensor, params: SamplingParams) -> Tensor:
+    """Temperature, then top-k, then top-p: float32 logits [B, V], -inf where a token is cut off.
+
+    Nucleus sampling: Holtzman et al. 2019, arXiv:1904.09751. Greedy decoding keeps the plain logits.
+    """
+    scaled = logits_BV.float()
+    if params.temperature not in (0.0, 1.0):
+        scaled = scaled / params.temperature
+    if params.top_k > 0 and params.top_k < scaled.shape[1]:
+        kth = scaled.topk(params.top_k, dim=-1).values[:, -1:]
+        scaled = scaled.masked_fill(scaled < kth, -math.inf)
+    if params.top_p < 1.0:
+        ordered, index = scaled.sort(dim=-1, descending=True)
+        before = ordered.softmax(-1).cumsum(-1) - ordered.softmax(-1)  # mass of the likelier tokens
+        ordered = ordered.masked_fill(before >= params.top_p, -math.inf)
+        scaled = torch.empty_like(scaled).scatter_(1, index, ordered)
+    return scaled

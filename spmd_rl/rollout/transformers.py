@@ -1,0 +1,221 @@
+"""Rollout with a plain transformers model and our own decode loop.
+
+Rows of a wave share preallocated KV buffers; each row sits at its own length, so nothing is left-padded. A prompt is
+prefilled once for its whole group. Finished rows are compacted away. The buffers live only while generating.
+
+Shapes: B rows of a wave, P prompts, L places of the KV buffers, H heads, K key-value heads, D head size, V vocabulary.
+"""
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface
+
+from spmd_rl.rollout.base import Reply, Request
+from spmd_rl.rollout.sampling import SamplingParams, row_keys, sample
+
+ATTENTION = "spmd_rl_rollout"
+
+
+class KvCache:
+    """Keys and values of every layer, [B, K, L, D] each; `lengths` [B] tokens are filled in each row."""
+
+    def __init__(self, copies: int, capacity: int, lengths_P: Tensor) -> None:
+        self.copies = copies
+        self.capacity = capacity
+        self.lengths = lengths_P.repeat_interleave(copies)
+        self.longest = int(lengths_P.max())
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def prefill(self, layer: int, k_PKLD: Tensor, v_PKLD: Tensor) -> None:
+        """Store right-padded prompts, each for all of its samples. What lies past a row's length is never read."""
+        p, heads, length, dim = k_PKLD.shape
+        shape = (p * self.copies, heads, self.capacity, dim)
+        k, v = k_PKLD.new_empty(shape), v_PKLD.new_empty(shape)
+        k[:, :, :length] = k_PKLD.repeat_interleave(self.copies, dim=0)
+        v[:, :, :length] = v_PKLD.repeat_interleave(self.copies, dim=0)
+        self.layers[layer] = (k, v)
+
+    def append(self, layer: int, k_BK1D: Tensor, v_BK1D: Tensor) -> tuple[Tensor, Tensor]:
+        """Put one token a row at its length; returns views of the filled part [B, K, longest + 1, D]."""
+        k, v = self.layers[layer]
+        at = torch.arange(len(k), device=k.device)
+        k[at, :, self.lengths] = k_BK1D[:, :, 0]
+        v[at, :, self.lengths] = v_BK1D[:, :, 0]
+        return k[:, :, : self.longest + 1], v[:, :, : self.longest + 1]
+
+    def mask(self) -> Tensor:
+        """Which places a row's new token may see: bool [B, 1, 1, longest + 1]."""
+        places = torch.arange(self.longest + 1, device=self.lengths.device)
+        return (places <= self.lengths[:, None])[:, None, None]
+
+    def grow(self) -> None:
+        self.lengths = self.lengths + 1
+        self.longest += 1
+
+    def keep(self, rows: Tensor) -> None:
+        self.lengths = self.lengths[rows]
+        self.layers = {i: (k[rows], v[rows]) for i, (k, v) in self.layers.items()}
+
+
+def _attention(
+    module: nn.Module,
+    q_BHTD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    cache: KvCache,
+    token_mask: Tensor | None,
+    scaling: float | None = None,
+    **_: Any,
+) -> tuple[Tensor, None]:
+    layer = int(module.layer_idx)  # type: ignore[arg-type]
+    if token_mask is None:  # prefill: right padding lies after every real token, so causality alone hides it
+        cache.prefill(layer, k_BKTD, v_BKTD)
+        gqa = q_BHTD.shape[1] != k_BKTD.shape[1]
+        out = F.scaled_dot_product_attention(q_BHTD, k_BKTD, v_BKTD, is_causal=True, scale=scaling, enable_gqa=gqa)
+        return out.transpose(1, 2), None
+    k, v = cache.append(layer, k_BKTD, v_BKTD)
+    b, heads, _, dim = q_BHTD.shape
+    grouped = q_BHTD.reshape(b, k.shape[1], heads // k.shape[1], dim)  # the heads of a KV head become queries
+    out = F.scaled_dot_product_attention(grouped, k, v, attn_mask=token_mask, scale=scaling)
+    return out.reshape(b, 1, heads, dim), None
+
+
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
+
+
+class TransformersRollout:
+    """A `RolloutEngine` over one whole copy of the model on this rank (infer_tp = 1)."""
+
+    def __init__(self, model: PreTrainedModel, eos_token_ids: Sequence[int], max_batch_rows: int) -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.device = next(model.parameters()).device
+        self.eos = frozenset(eos_token_ids)
+        self.max_batch_rows = max_batch_rows
+        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        missing = set(self._parameters)
+        for name, tensor in weights:
+            target = self._parameters[name]
+            if target.shape != tensor.shape:
+                raise RuntimeError(f"weight sync: {name} is {tuple(tensor.shape)}, rollout holds {tuple(target.shape)}")
+            target.data.copy_(tensor)
+            missing.discard(name)
+            missing -= {n for n in missing if self._parameters[n] is target}
+        if missing:
+            raise RuntimeError(f"weight sync: nothing arrived for {sorted(missing)[:5]}")
+
+    def sleep(self) -> None:
+        """Nothing to do: the KV buffers live only inside `generate`."""
+
+    def wake(self) -> None:
+        """Nothing to do."""
+
+    @torch.inference_mode()
+    def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int) -> list[list[Reply]]:
+        replies: list[list[Reply]] = [[] for _ in requests]
+        for wave in self._waves(requests):
+            n = requests[wave[0]].n
+            flat = self._generate_wave([requests[i] for i in wave], n, params, seed, step)
+            for j, i in enumerate(wave):
+                replies[i] += flat[j * n : (j + 1) * n]
+        return replies
+
+    def _waves(self, requests: Sequence[Request]) -> list[list[int]]:
+        """Request indices that are decoded together: equal n, similar prompt length, at most max_batch_rows rows."""
+        order = sorted(range(len(requests)), key=lambda i: (requests[i].n, len(requests[i].prompt_ids), i))
+        waves: list[list[int]] = []
+        for i in order:
+            n = requests[i].n
+            fits = waves and requests[waves[-1][0]].n == n and (len(waves[-1]) + 1) * n <= self.max_batch_rows
+            if fits:
+                waves[-1].append(i)
+            else:
+                waves.append([i])
+        return waves
+
+    def _generate_wave(
+        self, requests: Sequence[Request], n: int, params: SamplingParams, seed: int, step: int
+    ) -> list[Reply]:
+        lengths_P = torch.tensor([len(r.prompt_ids) for r in requests])
+        capacity = int(lengths_P.max()) + params.max_tokens
+        cache = KvCache(n, capacity, lengths_P.to(self.device))
+        uids = torch.tensor([r.uid for r in requests]).repeat_interleave(n)
+        keys = row_keys(seed, step, uids, torch.arange(n).repeat(len(requests))).to(self.device)
+        logits = self._prefill(requests, cache).repeat_interleave(n, dim=0)
+
+        writer = _Writer(len(keys), params, self.eos, self.device)
+        for position in range(params.max_tokens):
+            tokens, logprobs = sample(logits, params, keys, torch.full_like(keys, position))
+            alive = writer.write(tokens, logprobs)
+            if position + 1 == params.max_tokens or not len(alive):
+                break
+            if len(alive) < len(tokens):
+                tokens, keys = tokens[alive], keys[alive]
+                cache.keep(alive)
+            logits = self._decode(tokens, cache)
+        return writer.replies()
+
+    def _prefill(self, requests: Sequence[Request], cache: KvCache) -> Tensor:
+        """Logits [P, V] after each prompt."""
+        width = max(len(r.prompt_ids) for r in requests)
+        ids = torch.tensor([[*r.prompt_ids, *[0] * (width - len(r.prompt_ids))] for r in requests], device=self.device)
+        hidden = self._run(ids, torch.arange(width, device=self.device)[None].expand_as(ids), cache, None)
+        last = torch.tensor([len(r.prompt_ids) - 1 for r in requests], device=self.device)
+        return self._head(hidden[torch.arange(len(requests), device=self.device), last])
+
+    def _decode(self, tokens_B: Tensor, cache: KvCache) -> Tensor:
+        """Feed one token a row; logits [B, V] for the next."""
+        hidden = self._run(tokens_B[:, None], cache.lengths[:, None], cache, cache.mask())
+        cache.grow()
+        return self._head(hidden[:, 0])
+
+    def _run(self, ids_BT: Tensor, positions_BT: Tensor, cache: KvCache, token_mask: Tensor | None) -> Tensor:
+        out = self.model.base_model(
+            input_ids=ids_BT, position_ids=positions_BT, use_cache=False, cache=cache, token_mask=token_mask
+        )
+        return out.last_hidden_state
+
+    def _head(self, hidden_BD: Tensor) -> Tensor:
+        return self.model.get_output_embeddings()(hidden_BD)
+
+
+class _Writer:
+    """Collects the tokens of a wave's rows; knows which rows are still alive."""
+
+    def __init__(self, rows: int, params: SamplingParams, eos: frozenset[int], device: torch.device) -> None:
+        self.tokens = torch.zeros(rows, params.max_tokens, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(rows, params.max_tokens, device=device)
+        self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.finished = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.rows = torch.arange(rows, device=device)
+        ends = set() if params.ignore_eos else eos | set(params.stop_token_ids)
+        self.stops = torch.tensor(sorted(ends), dtype=torch.int64, device=device)
+        self.position = 0
+
+    def write(self, tokens_B: Tensor, logprobs_B: Tensor) -> Tensor:
+        """Append one token to each living row; returns the indices (into the living rows) that go on."""
+        rows = self.rows
+        self.tokens[rows, self.position] = tokens_B
+        self.logprobs[rows, self.position] = logprobs_B
+        self.lengths[rows] += 1
+        self.position += 1
+        ended = torch.isin(tokens_B, self.stops)
+        self.finished[rows] = ended
+        alive = (~ended).nonzero()[:, 0]
+        self.rows = rows[alive]
+        return alive
+
+    def replies(self) -> list[Reply]:
+        table = zip(
+            self.tokens.tolist(), self.logprobs.tolist(), self.lengths.tolist(), self.finished.tolist(), strict=True
+        )
+        return [Reply(t[:n], p[:n], done) for t, p, n, done in table]

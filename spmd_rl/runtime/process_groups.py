@@ -1,0 +1,83 @@
+"""The only code that creates process groups: the pool's default group, then one group an axis, in plan order.
+
+A pool is its ranks' whole world (law 4 of the design): `init_process_group` runs over the pool alone, on a store
+that all ranks of the job share under the pool's prefix, so FSDP, DCP and vLLM work inside it unmodified.
+"""
+
+from collections.abc import Sequence
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+
+from spmd_rl.topology.layout import Layout
+
+
+def start_pool(pool: str, pool_rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+    """Make the pool's default group: gloo for CPU tensors, NCCL for CUDA ones."""
+    store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(
+        backend,
+        store=dist.PrefixStore(f"pool/{pool}", store),
+        rank=pool_rank,
+        world_size=size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if device.type == "cuda" else None,
+    )
+
+
+class ProcessGroups:
+    """The process groups of one pool, each set of ranks made once, in the order in which they are registered.
+
+    Every rank of the pool must register the same layouts in the same order (it does: they come from the plan).
+    """
+
+    def __init__(self, pool_rank: int, size: int, device_type: str) -> None:
+        self.pool_rank = pool_rank
+        self.size = size
+        self.device_type = device_type
+        self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
+        self._meshes: dict[Layout, DeviceMesh] = {}
+
+    def register(self, layout: Layout, *axes: str) -> None:
+        """Make the groups along `axes` (jointly), all of them, on every rank."""
+        for ranks in layout.groups(*axes).tolist():
+            self._make(tuple(ranks))
+
+    def _make(self, ranks: tuple[int, ...]) -> None:
+        if ranks in self._by_ranks:
+            return
+        whole = ranks == tuple(range(self.size))
+        group = dist.group.WORLD if whole else dist.new_group(list(ranks))
+        assert group is not None
+        self._by_ranks[ranks] = group
+
+    def along(self, layout: Layout, *axes: str) -> ProcessGroup:
+        """This rank's group along `axes`; registered before."""
+        return self._by_ranks[layout.group_of(self.pool_rank, *axes)]
+
+    def control(self) -> ProcessGroup:
+        """A gloo group over the pool, beside its default one."""
+        group = dist.new_group(list(range(self.size)), backend="gloo")
+        assert isinstance(group, ProcessGroup)
+        return group
+
+    def mesh(self, layout: Layout) -> DeviceMesh:
+        """The layout as a DeviceMesh over the registered groups of its axes."""
+        if layout not in self._meshes:
+            groups = [self.along(layout, name) for name in layout.names]
+            ranks = torch.arange(layout.size).reshape(layout.sizes)
+            self._meshes[layout] = DeviceMesh.from_group(
+                groups if len(groups) > 1 else groups[0],
+                self.device_type,
+                mesh=ranks,
+                mesh_dim_names=layout.names,
+            )
+        return self._meshes[layout]
+
+    def members(self) -> Sequence[tuple[int, ...]]:
+        """The rank sets of all groups made, in order (what `spmd-rl plan --verify` compares)."""
+        return list(self._by_ranks)

@@ -1,0 +1,192 @@
+"""Checkpoints: torch DCP shards and one JSON, written aside and committed by a rename; resumed at any world size.
+
+    <output_dir>/checkpoints/step_000040/            committed: complete in every byte
+    <output_dir>/checkpoints/step_000060.partial/    being written, or torn: never picked up, removed at the next save
+"""
+
+import json
+import os
+import random
+import re
+import shutil
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed import ProcessGroup
+
+from spmd_rl.config import ConfigError
+from spmd_rl.config.run import CheckpointConfig
+
+_NAME = re.compile(r"step_(\d{6,})$")
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; says why and which one is the last good one."""
+
+
+def committed(output_dir: Path) -> list[Path]:
+    """Committed checkpoints, oldest first."""
+    found = [p for p in (output_dir / "checkpoints").glob("step_*") if _NAME.match(p.name)]
+    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+
+
+def find_resume(resume: str, output_dir: Path) -> Path | None:
+    """The folder to resume from: the newest of this run (`auto`), none (`never`), or the one named.
+
+    Raises: ConfigError when the named folder is no committed checkpoint.
+    """
+    if resume == "never":
+        return None
+    if resume == "auto":
+        newest = committed(output_dir)
+        return newest[-1] if newest else None
+    folder = Path(resume)
+    if not (folder / "trainer.json").is_file():
+        inside = committed(folder) or committed(folder.parent)
+        hint = f"; committed there: {', '.join(map(str, inside))}" if inside else ""
+        raise ConfigError(f"trainer.resume={resume} is not a committed checkpoint (no trainer.json in it){hint}")
+    return folder
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The JSON part: step, data position, controller, model fingerprint."""
+    state: dict[str, Any] = json.loads((folder / "trainer.json").read_text())
+    return state
+
+
+def check_fingerprint(folder: Path, fingerprint: dict[str, Any]) -> None:
+    """Refuse a checkpoint of another model, before any weight is loaded.
+
+    Raises: ConfigError with the first differing fields.
+    """
+    saved = read_state(folder)["fingerprint"]
+    differing = [k for k in sorted({*saved, *fingerprint}) if saved.get(k) != fingerprint.get(k)]
+    if differing:
+        shown = "; ".join(f"{k}: saved {saved.get(k)}, now {fingerprint.get(k)}" for k in differing[:4])
+        raise ConfigError(
+            f"trainer.resume: {folder} was saved from another model ({shown}); "
+            "use that model, another trainer.output_dir, or trainer.resume=never"
+        )
+
+
+@dataclass
+class Checkpointer:
+    """Writes and reads a run's checkpoints. All ranks of `group` (gloo, used for nothing else) call together."""
+
+    output_dir: Path
+    config: CheckpointConfig
+    group: ProcessGroup
+    pending: tuple[Future[Any], Path] | None = field(default=None, init=False)
+
+    @property
+    def _writes(self) -> bool:
+        return self.group.rank() == 0
+
+    def save(self, step: int, tensors: dict[str, Any], state: dict[str, Any]) -> None:
+        """Save `tensors` (DTensors and tensors, sharded) and `state` (JSON) as step `step`.
+
+        Raises: CheckpointError when a rank could not write; what was committed before stays.
+        """
+        self.finish()
+        final = self.output_dir / "checkpoints" / f"step_{step:06d}"
+        partial = final.with_name(final.name + ".partial")
+        problem = self._prepare(partial, state) if self._writes else ""
+        if problem := self._agree(problem):
+            self._give_up(partial, problem)
+        if self.config.async_save:
+            future = dcp.async_save(tensors, checkpoint_id=str(partial / "shards"), process_group=self.group)
+            self.pending = (future, final)  # type: ignore[assignment]
+            return
+        try:
+            dcp.save(tensors, checkpoint_id=str(partial / "shards"), process_group=self.group)
+        except BaseException as error:  # DCP raises its own BaseException-derived type, on every rank
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            self._give_up(partial, _cause(error))
+        self._commit(partial, final)
+
+    def finish(self) -> None:
+        """Wait for a save in the background and commit it."""
+        if self.pending is None:
+            return
+        future, final = self.pending
+        self.pending = None
+        error = future.exception()
+        partial = final.with_name(final.name + ".partial")
+        if problem := self._agree(_cause(error) if error else ""):
+            self._give_up(partial, problem)
+        self._commit(partial, final)
+
+    def load(self, folder: Path, tensors: dict[str, Any]) -> dict[str, Any]:
+        """Fill `tensors` in place from `folder`, whatever world size wrote it; returns the JSON part."""
+        dcp.load(tensors, checkpoint_id=str(folder / "shards"), process_group=self.group)
+        set_rng(torch.load(folder / "rng.pt", weights_only=False))
+        return read_state(folder)
+
+    def _prepare(self, partial: Path, state: dict[str, Any]) -> str:
+        try:
+            for torn in partial.parent.glob("*.partial"):
+                shutil.rmtree(torn)
+            partial.mkdir(parents=True)
+            (partial / "trainer.json").write_text(json.dumps(state, indent=1, default=str))
+            torch.save(get_rng(), partial / "rng.pt")
+        except (OSError, RuntimeError) as error:
+            return _cause(error)
+        return ""
+
+    def _agree(self, problem: str) -> str:
+        """The first rank's problem that is not empty, on every rank."""
+        problems: list[str] = [""] * self.group.size()
+        dist.all_gather_object(problems, problem, group=self.group)
+        return next((f"rank {r}: {p}" for r, p in enumerate(problems) if p), "")
+
+    def _commit(self, partial: Path, final: Path) -> None:
+        problem = ""
+        if self._writes:
+            try:
+                _sync_tree(partial)
+                if final.exists():
+                    shutil.rmtree(final)
+                os.replace(partial, final)
+                for old in committed(self.output_dir)[: -self.config.keep or None] if self.config.keep else []:
+                    shutil.rmtree(old)
+            except OSError as error:
+                problem = _cause(error)
+        if problem := self._agree(problem):
+            self._give_up(partial, problem)
+
+    def _give_up(self, partial: Path, problem: str) -> None:
+        if self._writes:
+            shutil.rmtree(partial, ignore_errors=True)
+        good = committed(self.output_dir)
+        last = f"the last good checkpoint is {good[-1]}" if good else "there is no earlier checkpoint"
+        raise CheckpointError(f"saving {partial.name.removesuffix('.partial')} failed ({problem}); {last}")
+
+
+def _cause(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else 'no message'}"
+
+
+def _sync_tree(folder: Path) -> None:
+    """Flush every file to the disk before the rename says that they are all there."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as f:
+                os.fsync(f.fileno())
+
+
+def get_rng() -> dict[str, Any]:
+    """State of the three generators that a user's function may draw from (our own noise is keyed, see sampling)."""
+    return {"python": random.getstate(), "numpy": np.random.get_state(), "torch": torch.get_rng_state()}
+
+
+def set_rng(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    np.random.set_state(state["numpy"])
+    torch.set_rng_state(state["torch"])

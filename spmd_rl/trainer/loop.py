@@ -1,0 +1,135 @@
+"""What every training loop does around its step: resume, validate, save, log, end. RL and SFT differ in `step` only."""
+
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from spmd_rl.config import Config
+from spmd_rl.data.order import PromptOrder
+from spmd_rl.engines.base import Engine
+from spmd_rl.observe.metrics import timing_metrics
+from spmd_rl.observe.timer import Timer
+from spmd_rl.observe.tracking import Trackers
+from spmd_rl.runtime.bootstrap import Runtime
+from spmd_rl.trainer.checkpoint import Checkpointer, read_state
+
+
+class Loop(ABC):
+    """Steps 1..total_steps. A step's number names its checkpoint, its metrics and its sampling noise."""
+
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        engines: Mapping[str, Engine],
+        order: PromptOrder[Any],
+        trackers: Trackers,
+        checkpointer: Checkpointer,
+        total_steps: int,
+        fingerprint: Mapping[str, Any],
+    ) -> None:
+        """`engines`: the trained ones, by role; what a checkpoint holds."""
+        self.config, self.runtime, self.engines, self.order = config, runtime, engines, order
+        self.trackers, self.checkpointer, self.total_steps = trackers, checkpointer, total_steps
+        sync = torch.cuda.synchronize if runtime.device.type == "cuda" else None
+        self.timer = Timer(sync)
+        self.fingerprint = dict(fingerprint)
+        self.done = 0
+        self.started = time.monotonic()
+        self.asked_to_stop = False
+        for number in (signal.SIGTERM, signal.SIGUSR2):
+            signal.signal(number, self._note_signal)
+
+    @abstractmethod
+    def step(self, step: int) -> dict[str, float]:
+        """Do one training step; its metrics. Every rank's call makes the same collectives."""
+
+    @abstractmethod
+    def validate(self, step: int) -> dict[str, float]:
+        """Metrics on the validation rows; empty when there are none."""
+
+    def run(self, resume_from: Path | None) -> None:
+        """From the start (or the checkpoint) to the last step, the time limit, or a signal."""
+        if resume_from is not None:
+            self.load(resume_from)
+        elif self.config.trainer.val_before_train and self.config.trainer.test_freq >= 0:
+            self.log(self.validate(0), 0)
+        ended = self.done >= self.total_steps
+        while not ended:
+            number = self.done + 1
+            with self.timer.phase("step"):
+                metrics = self.step(number)
+            self.done = number
+            metrics |= self._timing(metrics)
+            ended = number == self.total_steps or self._must_end()
+            if self._due(self.config.trainer.test_freq, number, ended):
+                metrics |= self.validate(number)
+            self.log(metrics, number)
+            if self._due(self.config.trainer.save_freq, number, ended):
+                self.save()
+        self.checkpointer.finish()
+
+    def log(self, metrics: Mapping[str, float], step: int) -> None:
+        if metrics:
+            self.trackers.log(metrics, step)
+
+    def save(self) -> None:
+        """Save everything that the next step depends on."""
+        with self.timer.phase("save_checkpoint"):
+            tensors = {role: engine.state() for role, engine in self.engines.items()}
+            self.checkpointer.save(self.done, tensors, self.state())
+
+    def state(self) -> dict[str, Any]:
+        """The JSON part of a checkpoint."""
+        return {
+            "step": self.done,
+            "fingerprint": self.fingerprint,
+            "order": self.order.state_dict(),
+            "versions": {role: engine.version for role, engine in self.engines.items()},
+            "world_size": self.runtime.plan.world_size,
+        }
+
+    def load(self, folder: Path) -> None:
+        """Continue after the step that `folder` was saved at, with the very next prompt."""
+        tensors = {role: engine.state() for role, engine in self.engines.items()}
+        state = self.checkpointer.load(folder, tensors)
+        for role, engine in self.engines.items():
+            engine.load_state(tensors[role], state["versions"][role])
+        self.load_json(state)
+
+    def load_json(self, state: dict[str, Any]) -> None:
+        self.done = state["step"]
+        self.order.load_state_dict(state["order"])
+
+    def _due(self, every: int, step: int, last: bool) -> bool:
+        """-1 never, 0 only at the end, else every so many steps and at the end."""
+        return every >= 0 and (last or (every > 0 and step % every == 0))
+
+    def _must_end(self) -> bool:
+        """Agreed by all ranks: a signal came to some rank, or the time limit is over."""
+        limit = self.config.trainer.time_limit_s
+        late = limit > 0 and time.monotonic() - self.started > limit
+        flag = torch.tensor([float(late or self.asked_to_stop)])
+        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.runtime.everyone)
+        return bool(flag.item())
+
+    def _note_signal(self, number: int, frame: Any) -> None:
+        self.asked_to_stop = True
+
+    def _timing(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        prompt = metrics.get("prompt_length/mean", 0.0)
+        response = metrics.get("response_length/mean", 0.0)
+        tokens = metrics.get("perf/total_num_tokens", 0.0)
+        rows = tokens / (prompt + response) if prompt + response else 0.0
+        return timing_metrics(self.timer.take(), prompt * rows, response * rows, self.runtime.plan.world_size)
+
+
+def saved_step(folder: Path | None) -> int:
+    """The last step that is done when a run resumes from `folder`; 0 for a fresh run."""
+    return int(read_state(folder)["step"]) if folder is not None else 0

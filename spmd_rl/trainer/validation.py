@@ -1,0 +1,64 @@
+"""Validation: the current weights on prompts that are never trained on."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from spmd_rl.config import Config
+from spmd_rl.data.batch import Batch
+from spmd_rl.data.prompts import Prompt, Prompts
+from spmd_rl.observe.validation import validation_metrics
+from spmd_rl.roles.reward import Reward
+from spmd_rl.roles.rollout import Rollout
+from spmd_rl.runtime.bootstrap import Runtime
+from spmd_rl.runtime.exchange import gather
+
+NOISE_STEP = -1
+"""Validation draws the same noise every time (no training step has this number), so that rounds compare."""
+
+
+def validate(
+    prompts: Prompts, rollout: Rollout, reward: Reward, config: Config, runtime: Runtime
+) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """mean@n, best@k and maj@k by data source, and the replies; the same on every rank."""
+    every = [prompts.at(i) for i in range(len(prompts))]
+    size = config.data.val_batch_size or len(every)
+    parts = [_round(every[at : at + size], rollout, reward, config, runtime) for at in range(0, len(every), size)]
+    sources = [s for part in parts for s in part["data_source"]]
+    columns = {name: [v for part in parts for v in part[name].tolist()] for name in ("uid", "score", "acc")}
+    predictions = [str(p) for part in parts for p in part["prediction"]]
+    metrics = validation_metrics(
+        sources,
+        columns["uid"],
+        {"acc": columns["acc"], "reward": columns["score"]},
+        predictions if any(p != "None" for p in predictions) else None,
+        seed=config.trainer.seed,
+    )
+    lengths = [n for part in parts for n in part["length"].tolist()]
+    metrics["val-aux/response_length/mean"] = sum(lengths) / len(lengths)
+    return metrics, [row for part in parts for row in _rows(part)]
+
+
+def _round(
+    prompts: Sequence[Prompt], rollout: Rollout, reward: Reward, config: Config, runtime: Runtime
+) -> Batch:
+    """Replies to some prompts, scored, on every rank in prompt order."""
+    n = config.rollout.val_n
+    batch = rollout.generate(prompts, rollout.validation_params(), n, NOISE_STEP, config.trainer.seed)
+    batch = reward.score(batch, prompts[rollout.share(len(prompts))], n)
+    batch["length"] = batch["responses"].lengths
+    names = ["uid", "sample", "score", "acc", "length", "prompt", "text", "data_source", "ground_truth", "prediction"]
+    return gather(batch, names, runtime.everyone)
+
+
+def _rows(part: Batch) -> list[dict[str, Any]]:
+    return [
+        {
+            "uid": int(part["uid"][i]),
+            "sample": int(part["sample"][i]),
+            "prompt": part["prompt"][i],
+            "response": part["text"][i],
+            "ground_truth": part["ground_truth"][i],
+            "score": float(part["score"][i]),
+        }
+        for i in range(len(part))
+    ]
