@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from spmd_rl.models.attention import NAME, check_attention
-from spmd_rl.models.logprobs import TokenStats, check_head, token_logprobs
+from spmd_rl.models.logprobs import check_head, token_logprobs
+from spmd_rl.models.names import clean_name
 from spmd_rl.models.packing import Packing
 
 
@@ -37,16 +38,17 @@ class Policy(nn.Module):
         entropy: bool = False,
         sum_pi_squared: bool = False,
         chunk: int = 1024,
-    ) -> TokenStats:
-        """Log-prob of `targets` [R'] as the tokens that follow the places `positions` [R'] of input_ids [S].
+    ) -> dict[str, Tensor]:
+        """`log_probs` of `targets` [R'] as the tokens that follow the places `positions` [R'] of input_ids [S].
 
+        With them, when asked for, `entropy` and `sum_pi_squared`, [R'] each, all float32 (float64 for a float64 model).
         Other positions cost no logits. R' may be 0: the call then still runs (and back-propagates through) every layer,
         as ranks that share a layout must.
         """
         hidden_1SH = self.model.get_decoder()(
             input_ids=input_ids[None], position_ids=position_ids[None], use_cache=False, packing=packing
         ).last_hidden_state
-        return token_logprobs(
+        stats = token_logprobs(
             hidden_1SH[0].index_select(0, positions),
             self.model.get_output_embeddings().weight,
             targets,
@@ -55,6 +57,8 @@ class Policy(nn.Module):
             entropy=entropy,
             sum_pi_squared=sum_pi_squared,
         )
+        columns = {"log_probs": stats.logprobs, "entropy": stats.entropy, "sum_pi_squared": stats.sum_pi_squared}
+        return {name: column for name, column in columns.items() if column is not None}
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
@@ -64,3 +68,8 @@ def decoder_layers(model: nn.Module) -> list[nn.Module]:
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{type(lm).__name__}: no list of decoder layers found")
     return list(layers)
+
+
+def huggingface_name(name: str) -> str:
+    """A parameter's name inside `Policy` (wrapped or not) -> its name in the transformers model."""
+    return clean_name(name).removeprefix("model.")

@@ -77,7 +77,7 @@ def packed(name: str, dtype: torch.dtype, group: dist.ProcessGroup | None = None
     positions_R = response_positions(PROMPTS, RESPONSES)
     places, mine = packing.local_positions(positions_R)
     stats = policy(packing.local(ids_T), packing.position_ids(), packing, places, ids_T[positions_R + 1][mine])
-    out = gather_tokens(stats.logprobs, packing.counts(positions_R), group)
+    out = gather_tokens(stats["log_probs"], packing.counts(positions_R), group)
     (out * weights_R(dtype)).sum().backward()
     grads = {n: p.grad for n, p in policy.model.named_parameters()}
     if group is not None:

@@ -1,0 +1,74 @@
+"""Parameter names: ours (wrapped, sharded, with adapters, experts fused) and those of a checkpoint."""
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from torch import Tensor, nn
+
+_WRAPPERS = re.compile(r"(^|\.)(_orig_mod|_checkpoint_wrapped_module|_fsdp_wrapped_module)(?=\.|$)")
+_FUSED = re.compile(r"(.*\.mlp\.experts)\.(gate_up_proj|down_proj)$")
+
+
+def clean_name(name: str) -> str:
+    """The name without what torch.compile, activation checkpointing and sharding put into it."""
+    return _WRAPPERS.sub("", name).removeprefix(".")
+
+
+@dataclass(frozen=True)
+class Export:
+    """One tensor as a checkpoint (and a rollout engine) names it, made from one or more parameters of ours."""
+
+    name: str
+    """Its name in the checkpoint."""
+    sources: tuple[str, ...]
+    """The parameters it is made from, by their names in `model.named_parameters()`."""
+    make: Callable[[Sequence[Tensor]], Tensor]
+    """Whole source tensors, in that order -> the tensor."""
+
+
+def exports(model: nn.Module) -> Iterator[Export]:
+    """Every tensor of the checkpoint, in parameter order: adapters merged, experts one by one, tied weights once.
+
+    `model` is a `Policy` or a transformers model, sharded or not. Pure: no tensor is read, so all ranks get the same.
+    """
+    from spmd_rl.models.lora import merged
+    from spmd_rl.models.policy import Policy
+
+    prefix = "model." if isinstance(model, Policy) else ""
+    for name, parameter in model.named_parameters():
+        clean = clean_name(name).removeprefix(prefix)
+        if ".lora_" in clean:
+            continue
+        export = Export(clean, (name,), lambda sources: sources[0])
+        if ".base_layer." in clean:
+            export = merged(model, name, clean)
+        if fused := _FUSED.match(clean):
+            yield from _experts(fused, name, parameter.shape[0], parameter.shape[1])
+        else:
+            yield export
+
+
+def _experts(fused: re.Match[str], source: str, experts: int, width: int) -> Iterator[Export]:
+    """[E, 2I, H] gate_up_proj -> E gate_proj and up_proj of [I, H]; [E, H, I] down_proj -> E down_proj of [H, I]."""
+    for e in range(experts):
+        for part, rows in expert_parts(fused[2], width):
+            yield Export(f"{fused[1]}.{e}.{part}.weight", (source,), partial(_rows_of_expert, e, rows))
+
+
+def _rows_of_expert(expert: int, rows: slice, sources: Sequence[Tensor]) -> Tensor:
+    return sources[0][expert, rows]
+
+
+def expert_parts(fused: str, width: int) -> list[tuple[str, slice]]:
+    """Which rows of one expert's fused matrix (`width` rows) are which matrix of the checkpoint."""
+    if fused == "gate_up_proj":
+        return [("gate_proj", slice(0, width // 2)), ("up_proj", slice(width // 2, width))]
+    return [("down_proj", slice(0, width))]
+
+
+def fused_experts(name: str) -> tuple[str, str] | None:
+    """(module, gate_up_proj or down_proj) when this parameter holds all experts of a layer."""
+    match = _FUSED.match(name)
+    return (match[1], match[2]) if match else None
