@@ -9,17 +9,13 @@ Cui et al., The Entropy Mechanism of Reinforcement Learning for Reasoning Langua
 import torch
 from torch import Tensor
 
-from spmd_rl.algorithms.masked import masked_mean
 from spmd_rl.algorithms.token_batch import Metrics, Statistics, TokenBatch
 from spmd_rl.algorithms.token_losses import clip_range, weighted
 
 
-def covariance(batch: TokenBatch) -> Tensor:
-    """(A - mean A)(log pi - mean log pi) of each token [T], equation 10; the means are over the batch's counted
-    tokens.
-    """
-    mask, log_prob = batch.response_mask, batch.log_prob.detach()
-    return (batch.advantages - masked_mean(batch.advantages, mask)) * (log_prob - masked_mean(log_prob, mask))
+def covariance(advantages: Tensor, log_prob: Tensor) -> Tensor:
+    """(A - mean A)(log pi - mean log pi) of each token: the summand of the covariance that drives the entropy."""
+    return (advantages - advantages.mean()) * (log_prob - log_prob.mean())
 
 
 def clip_cov_statistics(
@@ -37,14 +33,12 @@ def clip_cov_statistics(
     Of the counted, unclipped tokens with lb < covariance < ub, max(1, int(ratio * tokens)) are drawn by their hash.
     """
     _positive("clip_cov_ratio", clip_cov_ratio)
+    counted = _in_hash_order(batch)
+    value = covariance(batch.advantages[counted], batch.log_prob[counted])
     plain, clipped = _ppo_terms(batch, clip_range(clip_ratio, clip_ratio_low, clip_ratio_high))
-    value = covariance(batch)
-    candidate = (value > clip_cov_lb) & (value < clip_cov_ub) & (batch.response_mask > 0) & ~(clipped > plain)
-    wanted = max(int(clip_cov_ratio * float(batch.response_mask.sum())), 1)
-    key = token_hash(batch)
-    at = torch.nonzero(candidate)[:, 0]
-    drawn = at[key[at].argsort(stable=True)[:wanted]]
-    return Statistics({"selected": torch.zeros_like(candidate).index_fill(0, drawn, True)}, {})
+    candidate = (value > clip_cov_lb) & (value < clip_cov_ub) & ~(clipped > plain)[counted]
+    wanted = max(int(clip_cov_ratio * len(counted)), 1)
+    return Statistics({"selected": _mark(batch, counted[candidate][:wanted])}, {})
 
 
 def clip_cov(
@@ -70,11 +64,11 @@ def kl_cov_statistics(batch: TokenBatch, *, kl_cov_ratio: float = 0.0002) -> Sta
     Equal covariances are ordered by the tokens' hash. ValueError unless kl_cov_ratio > 0.
     """
     _positive("kl_cov_ratio", kl_cov_ratio)
-    at = torch.nonzero(batch.response_mask > 0)[:, 0]
-    at = at[token_hash(batch)[at].argsort(stable=True)]
-    wanted = max(int(len(at) * kl_cov_ratio), 1)
-    top = at[covariance(batch)[at].argsort(stable=True, descending=True)[:wanted]]
-    return Statistics({"selected": torch.zeros_like(batch.row, dtype=torch.bool).index_fill(0, top, True)}, {})
+    counted = _in_hash_order(batch)
+    value = covariance(batch.advantages[counted], batch.log_prob[counted])
+    wanted = max(int(len(counted) * kl_cov_ratio), 1)
+    top = value.argsort(stable=True, descending=True)[:wanted]
+    return Statistics({"selected": _mark(batch, counted[top])}, {})
 
 
 def kl_cov(batch: TokenBatch, *, ppo_kl_coef: float = 1.0) -> tuple[Tensor, Metrics]:
@@ -99,6 +93,16 @@ def token_hash(batch: TokenBatch) -> Tensor:
     uid = batch.row if batch.uid is None else batch.uid[batch.row]
     sample = torch.zeros_like(uid) if batch.sample is None else batch.sample[batch.row]
     return _mix(_mix(_mix(uid) + sample) + position) & 0x7FFFFFFFFFFFFFFF
+
+
+def _in_hash_order(batch: TokenBatch) -> Tensor:
+    """Places of the counted tokens, by their hash: the same tokens in the same order however the rows are ordered."""
+    at = torch.nonzero(batch.response_mask > 0)[:, 0]
+    return at[token_hash(batch)[at].argsort()]
+
+
+def _mark(batch: TokenBatch, at: Tensor) -> Tensor:
+    return torch.zeros_like(batch.row, dtype=torch.bool).index_fill(0, at, True)
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -4,8 +4,7 @@ Shapes: T response tokens of R rows, packed row after row; `row` int64 [T] says 
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,16 +52,6 @@ class TokenBatch:
         names = ("log_prob", "old_log_prob", "advantages", "rollout_is_weights")
         columns = {n: getattr(self, n) for n in names if getattr(self, n) is not None}
         return self.with_columns(**{n: torch.where(keep, c, torch.zeros_like(c)) for n, c in columns.items()})
-
-    def part(self, first: int, last: int) -> "TokenBatch":
-        """The rows first..last-1, renumbered from 0. For tests and for one-rank callers; engines cut as they like."""
-        inside = (self.row >= first) & (self.row < last)
-        cut: dict[str, Any] = {}
-        for field in fields(self):
-            column = getattr(self, field.name)
-            if isinstance(column, Tensor):
-                cut[field.name] = column[first:last] if field.name in ("uid", "sample") else column[inside]
-        return replace(self, **cut | {"row": self.row[inside] - first, "rows": last - first})
 
     def mean_of(self, values_T: Tensor) -> tuple[Tensor, Tensor]:
         """(sum, weight) of a token mean."""
