@@ -1,37 +1,53 @@
 """The plan: the whole run's topology as one immutable value, computed without torch.distributed and without a GPU."""
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
-from spmd_rl.config import Config
-from spmd_rl.topology.checks import check
+from spmd_rl.config import Config, ConfigError
+from spmd_rl.topology.checks import check, locality_mistakes, memory_mistakes
 from spmd_rl.topology.cluster import Cluster, Pool
+from spmd_rl.topology.edges import ExchangeEdge, SyncEdge, exchange_edges, sync_edge
 from spmd_rl.topology.fold import demand, engine_layout, rollout_layout
 from spmd_rl.topology.groups import ProcessGroups, process_groups
 from spmd_rl.topology.layout import RoleLayout
+from spmd_rl.topology.memory import PhaseMemory, memory
+from spmd_rl.topology.phases import Phase, step_phases
 from spmd_rl.topology.pools import place_pools
 from spmd_rl.topology.roles import RoleSpec, role_specs
+from spmd_rl.topology.shape import ModelShape, config_shape
+from spmd_rl.topology.traffic import Bound, Traffic, TrafficModel
 
 
 @dataclass(frozen=True)
 class Plan:
-    """Pools, layouts and process groups of one run. `Plan.from_config` is the only way to make one."""
+    """Everything about a run that is known before it starts. `Plan.from_config` is the only way to make one."""
 
     config: Config = field(repr=False)
     cluster: Cluster = field(repr=False)
+    shape: ModelShape | None
+    """The actor's; None when neither model.path nor model.shape is at hand (then there is no memory estimate)."""
     pools: dict[str, Pool]
     """By name, `global` first."""
     roles: dict[str, RoleLayout]
     """By role, the actor first."""
     process_groups: dict[str, ProcessGroups]
     """By name, in the order in which every rank registers them."""
+    phases: list[Phase]
+    """The step, in program order; skipped phases say why."""
+    memory: list[PhaseMemory]
+    """Bytes on a rank's GPU in every phase that runs."""
 
     @classmethod
     def from_config(cls, config: Config, cluster: Cluster) -> "Plan":
         """Plan the run. Raises ConfigError with every mistake that is found, one a line."""
-        demand(check(config, cluster, None))
+        shape, mistakes = _shape(config)
+        demand(check(config, cluster, shape) + mistakes)
         pools, _ = place_pools(config, cluster)
         roles = {spec.role: role_layout(config, spec, pools[spec.pool].size) for spec in role_specs(config).values()}
-        return cls(config, cluster, pools, roles, process_groups(pools, roles))
+        groups = process_groups(pools, roles)
+        estimate = memory(config, pools, roles, shape)
+        demand(locality_mistakes(cluster, roles, groups) + memory_mistakes(config, estimate))
+        return cls(config, cluster, shape, pools, roles, groups, step_phases(config, roles), estimate)
 
     @property
     def world_size(self) -> int:
@@ -55,6 +71,49 @@ class Plan:
     def roles_on(self, pool: str) -> list[str]:
         """The roles that live on a pool, in plan order."""
         return [role for role, layout in self.roles.items() if layout.pool == pool]
+
+    def memory_of(self, job_rank: int) -> list[PhaseMemory]:
+        """One rank's estimate, a phase an entry, for its own pipeline stages."""
+        pool = self.pool_of(job_rank)
+        found = []
+        for entry in (entry for entry in self.memory if entry.pool == pool.name):
+            role = next(phase.role for phase in self.phases if phase.name == entry.phase)
+            place = self.roles[role].mesh.coords(pool.pool_rank(job_rank)) if role else {}
+            if entry.stage == place.get("pp", 0):
+                found.append(entry)
+        return found
+
+    @cached_property
+    def exchanges(self) -> list[ExchangeEdge]:
+        """Batches that change their layout or pool, in program order."""
+        return exchange_edges(self.config, self.pools, self.roles)
+
+    @cached_property
+    def weight_sync(self) -> SyncEdge | None:
+        """From the actor to the rollout engine; None without a rollout."""
+        return sync_edge(self.pools, self.roles)
+
+    @cached_property
+    def traffic(self) -> list[Traffic]:
+        """Bytes a rank takes in over each set of process groups; empty when the shape is unknown."""
+        return self._prices.traffic() if self.shape else []
+
+    @cached_property
+    def bounds(self) -> list[Bound]:
+        """The least seconds of every phase and of the weight sync; empty when the shape is unknown."""
+        return self._prices.bounds(self.traffic) if self.shape else []
+
+    @cached_property
+    def _prices(self) -> TrafficModel:
+        assert self.shape is not None, "priced with a shape only"
+        return TrafficModel(self.config, self.cluster, self.roles, self.process_groups, self.shape)
+
+
+def _shape(config: Config) -> tuple[ModelShape | None, list[str]]:
+    try:
+        return config_shape(config), []
+    except ConfigError as error:
+        return None, [str(error)]
 
 
 def role_layout(config: Config, spec: RoleSpec, size: int) -> RoleLayout:

@@ -1,0 +1,186 @@
+"""What contradicts itself in batches, lengths, sampling, rewards and the schedule, whatever the machines are."""
+
+from spmd_rl.config import Config
+from spmd_rl.config.roles import EngineConfig, MegatronConfig, OptimConfig
+from spmd_rl.topology.fold import divisors, one_of
+from spmd_rl.topology.phases import row_tokens
+from spmd_rl.topology.roles import RoleSpec, config_path
+
+GROUP_ESTIMATORS = (
+    "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gdpo", "reinforce_plus_plus_baseline",
+    "optimal_token_baseline", "tir_optimal_token_baseline",
+)  # fmt: skip
+"""Advantage estimators that compare the samples of one prompt with each other."""
+
+
+def batch_mistakes(config: Config) -> list[str]:
+    """All of them; rollout and rewards only in rl mode."""
+    mistakes = _mini_batch_mistakes(config)
+    if config.trainer.mode != "sft":
+        mistakes += _group_mistakes(config) + _rollout_mistakes(config) + _reward_mistakes(config)
+        mistakes += _correction_mistakes(config) + _schedule_mistakes(config)
+    return mistakes
+
+
+def engine_mistakes(config: Config, spec: RoleSpec) -> list[str]:
+    """One role's engine: settings of the other engine, offloads that exclude each other, a budget below one row."""
+    if spec.engine is None:
+        return []
+    prefix, engine = config_path(spec), spec.engine
+    mistakes = _foreign_axes(f"{prefix}.engine", engine) + _offload_mistakes(config, f"{prefix}.engine", spec, engine)
+    longest = row_tokens(config)
+    if longest > engine.max_tokens_per_micro_batch:
+        mistakes.append(
+            f"{prefix}.engine.max_tokens_per_micro_batch={engine.max_tokens_per_micro_batch} cannot hold the "
+            f"longest row (max_prompt_length + max_response_length = {config.data.max_prompt_length} + "
+            f"{config.data.max_response_length} = {longest}); raise it to {longest} or shorten the rows"
+        )
+    if spec.optim is not None:
+        mistakes += _optim_mistakes(f"{prefix}.optim", spec.optim)
+    return mistakes
+
+
+def _mini_batch_mistakes(config: Config) -> list[str]:
+    batch, mistakes = config.data.train_batch_size, []
+    sizes = {"actor.ppo_mini_batch_size": config.actor.ppo_mini_batch_size}
+    if config.critic.ppo_mini_batch_size is not None and config.algorithm.adv_estimator == "gae":
+        sizes["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
+    for name, mini in sizes.items():
+        if mini > batch:
+            mistakes.append(f"{name}={mini} is more than data.train_batch_size={batch}; use at most {batch}")
+        elif mini > 0 and batch % mini:
+            mistakes.append(
+                f"{name}={mini} does not divide data.train_batch_size={batch}: the last optimizer step would see only "
+                f"{batch % mini} prompts; use {one_of(divisors(batch))}"
+            )
+    return mistakes
+
+
+def _group_mistakes(config: Config) -> list[str]:
+    n, estimator = config.rollout.n, config.algorithm.adv_estimator
+    mistakes = []
+    if n == 1 and estimator in GROUP_ESTIMATORS:
+        mistakes.append(
+            f"algorithm.adv_estimator={estimator} compares the samples of a prompt with each other, but rollout.n=1; "
+            "use n of 2 and more"
+        )
+    if n == 1 and config.algorithm.filter_groups.enable:
+        mistakes.append(
+            "algorithm.filter_groups drops groups of equal scores, but with rollout.n=1 every group is equal"
+        )
+    if n > 1 and config.rollout.temperature == 0:
+        mistakes.append(f"rollout.temperature=0 makes the {n} samples of a prompt equal; use a temperature above 0")
+    return mistakes
+
+
+def _rollout_mistakes(config: Config) -> list[str]:
+    r, mistakes = config.rollout, []
+    if r.name == "transformers":
+        for axis, size in (("infer_tp", r.infer_tp), ("infer_pp", r.infer_pp)):
+            if size > 1:
+                mistakes.append(f"rollout.{axis}={size} needs rollout.name=vllm: transformers holds the whole model")
+        if r.max_batch_rows < r.n:
+            mistakes.append(
+                f"rollout.max_batch_rows={r.max_batch_rows} cannot hold a group of rollout.n={r.n} samples; "
+                f"use {r.n} or more"
+            )
+    if r.top_k == 0:
+        mistakes.append("rollout.top_k=0 keeps no token; use -1 to keep all")
+    for name, value in (("top_p", r.top_p), ("val_top_p", r.val_top_p)):
+        if value == 0:
+            mistakes.append(f"rollout.{name}=0 keeps no token; use 1 to keep all, or temperature=0 for greedy")
+    return mistakes
+
+
+def _reward_mistakes(config: Config) -> list[str]:
+    r, mistakes = config.reward, []
+    if r.weights and len(r.weights) != len(r.functions):
+        mistakes.append(f"reward.weights has {len(r.weights)} entries, but reward.functions has {len(r.functions)}")
+    gdpo = config.algorithm.gdpo_weights
+    if gdpo and len(gdpo) != len(r.functions):
+        mistakes.append(f"algorithm.gdpo_weights has {len(gdpo)} entries, but reward.functions has {len(r.functions)}")
+    if r.overlong_buffer_len > config.data.max_response_length:
+        mistakes.append(
+            f"reward.overlong_buffer_len={r.overlong_buffer_len} is longer than "
+            f"data.max_response_length={config.data.max_response_length}"
+        )
+    if not r.functions and not r.model.enable:
+        mistakes.append(
+            "reward.functions is empty and reward.model.enable=false: nothing scores a reply; set one of them"
+        )
+    if r.model.enable and r.model.path is None:
+        mistakes.append("reward.model.enable=true needs reward.model.path")
+    if config.teacher.enable and config.teacher.path is None:
+        mistakes.append("teacher.enable=true needs teacher.path")
+    return mistakes
+
+
+def _correction_mistakes(config: Config) -> list[str]:
+    c, mistakes = config.algorithm.rollout_correction, []
+    wants = [name for name in ("rollout_is", "rollout_rs") if getattr(c, name)] + ["bypass_mode"] * c.bypass_mode
+    if wants and not config.rollout.calculate_log_probs:
+        mistakes.append(
+            f"algorithm.rollout_correction.{wants[0]} needs the rollout's log-probs; "
+            "set rollout.calculate_log_probs=true"
+        )
+    if c.rollout_rs and c.rollout_rs_threshold is None:
+        mistakes.append(f"algorithm.rollout_correction.rollout_rs={c.rollout_rs} needs rollout_rs_threshold")
+    return mistakes
+
+
+def _schedule_mistakes(config: Config) -> list[str]:
+    t, same = config.trainer, config.rollout.pool == config.actor.pool
+    mistakes = []
+    if t.schedule in ("one_step_off", "sequential") and same:
+        mistakes.append(
+            f"trainer.schedule={t.schedule} needs the rollout on a pool of its own, but rollout.pool and actor.pool "
+            f"are both {config.actor.pool!r}; add pools.rollout and set rollout.pool=rollout"
+        )
+    if t.schedule != "one_step_off" and t.staleness != 1:
+        mistakes.append(f"trainer.staleness={t.staleness} needs trainer.schedule=one_step_off, not {t.schedule}")
+    return mistakes
+
+
+def _foreign_axes(prefix: str, engine: EngineConfig) -> list[str]:
+    """Sizes of the engine that is not chosen: they would silently do nothing."""
+    mistakes = []
+    if engine.name == "fsdp":
+        plain = MegatronConfig()
+        for axis in ("tp", "pp", "vpp", "cp", "ep", "etp"):
+            size = getattr(engine.megatron, axis)
+            if size != getattr(plain, axis):
+                mistakes.append(f"{prefix}.megatron.{axis}={size} needs {prefix}.name=megatron, but it is fsdp")
+    if engine.name == "megatron":
+        for name, size, default in (
+            ("fsdp_size", engine.fsdp.fsdp_size, -1),
+            ("ulysses_size", engine.fsdp.ulysses_size, 1),
+            ("offload_policy", engine.fsdp.offload_policy, False),
+        ):
+            if size != default:
+                mistakes.append(f"{prefix}.fsdp.{name}={size} needs {prefix}.name=fsdp, but it is megatron")
+    return mistakes
+
+
+def _offload_mistakes(config: Config, prefix: str, spec: RoleSpec, engine: EngineConfig) -> list[str]:
+    mistakes = []
+    if engine.name == "fsdp" and engine.fsdp.offload_policy and (engine.offload_params or engine.offload_optimizer):
+        which = "offload_params" if engine.offload_params else "offload_optimizer"
+        mistakes.append(
+            f"{prefix}.fsdp.offload_policy=true keeps the role on the host already; set {prefix}.{which}=false"
+        )
+    if spec.role == "actor" and config.model.lora.rank > 0 and engine.name == "megatron":
+        mistakes.append(f"model.lora.rank={config.model.lora.rank} needs {prefix}.name=fsdp, but it is megatron")
+    return mistakes
+
+
+def _optim_mistakes(prefix: str, optim: OptimConfig) -> list[str]:
+    mistakes = []
+    if len(optim.betas) != 2:
+        mistakes.append(f"{prefix}.betas={list(optim.betas)} must be two numbers")
+    elif max(optim.betas) >= 1:
+        mistakes.append(f"{prefix}.betas={list(optim.betas)} must be below 1")
+    if optim.warmup_steps and optim.warmup_ratio:
+        mistakes.append(
+            f"{prefix}.warmup_steps={optim.warmup_steps} and warmup_ratio={optim.warmup_ratio} are both set; choose one"
+        )
+    return mistakes

@@ -1,0 +1,169 @@
+"""The memory estimate: bytes on a rank's GPU in every phase, by what they are for.
+
+All figures are for the worst case that the config allows (every row at full length), without the CUDA context, which
+`RESERVE` stands for when the card's size is checked. Ranks of a pool are alike, except for Megatron's pipeline stages.
+"""
+
+from dataclasses import dataclass
+
+from spmd_rl.config import Config
+from spmd_rl.topology import activations as act
+from spmd_rl.topology.cluster import Pool
+from spmd_rl.topology.fsdp_memory import DTYPE_BYTES, FsdpMemory, Items
+from spmd_rl.topology.hardware import GIB, hardware
+from spmd_rl.topology.layout import RoleLayout
+from spmd_rl.topology.megatron_memory import MegatronMemory
+from spmd_rl.topology.phases import Phase, load, row_tokens, samples_a_prompt, step_phases
+from spmd_rl.topology.roles import RoleSpec, role_specs
+from spmd_rl.topology.shape import ModelShape, load_shape
+
+RESERVE = int(1.5 * GIB)
+"""CUDA context, NCCL's buffers and what the allocator cannot use; per rank, outside torch's own peak."""
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """One phase on one pool: `items` (what -> bytes) add up to `peak`."""
+
+    phase: str
+    pool: str
+    stage: int
+    """Pipeline stage of the working role that this is for; 0 without pipeline."""
+    items: Items
+    moment: str = ""
+    """Where inside the phase the peak is."""
+
+    @property
+    def peak(self) -> int:
+        """Bytes."""
+        return sum(self.items.values())
+
+
+def memory(
+    config: Config, pools: dict[str, Pool], roles: dict[str, RoleLayout], shape: ModelShape | None
+) -> list[PhaseMemory]:
+    """The estimate of every phase that runs, on every pool that it touches, for every pipeline stage of its role.
+
+    Empty when the model's shape is unknown.
+    """
+    if shape is None:
+        return []
+    found: list[PhaseMemory] = []
+    for phase in step_phases(config, roles):
+        if not phase.why_skipped:
+            stages = _stages(roles[phase.role]) if phase.role else 1
+            found += [_phase_memory(config, roles, phase, stage, shape) for stage in range(stages)]
+    return found
+
+
+def card_bytes(config: Config) -> int:
+    """What one rank may use of its card: its share, less the reserve."""
+    return hardware(config).memory // config.cluster.ranks_per_gpu - RESERVE
+
+
+def role_shape(spec: RoleSpec, actor: ModelShape) -> ModelShape:
+    """A role's own shape when its path has one at hand, else the actor's."""
+    return (load_shape(spec.path) if spec.path else None) or actor
+
+
+def engine_memory(
+    config: Config, spec: RoleSpec, layout: RoleLayout, shape: ModelShape, stage: int = 0
+) -> FsdpMemory | MegatronMemory:
+    """The estimator of one role that an engine holds, loaded with the config's worst-case micro-batch."""
+    assert spec.engine is not None, "the rollout has no engine"
+    mini = config.actor.ppo_mini_batch_size
+    if spec.role == "critic":
+        mini = config.critic.ppo_mini_batch_size or mini
+    work = load(config, layout, spec.engine, mini)
+    scalar = spec.role in ("critic", "reward")
+    if spec.engine.name == "megatron":
+        return MegatronMemory(
+            shape, layout, spec.engine, work.tokens, work.logit_tokens, stage, work.micro_batches, scalar_head=scalar
+        )
+    sp = layout.batch.axis_size("sp")
+    lora = _lora_params(config, shape) if spec.role == "actor" and config.model.lora.rank else None
+    return FsdpMemory(
+        shape, layout, spec.engine, -(-work.tokens // sp), -(-work.logit_tokens // sp), work.micro_batches, lora, scalar
+    )
+
+
+def rollout_memory(config: Config, layout: RoleLayout, shape: ModelShape) -> Items:
+    """What the rollout engine adds while it generates: weights, KV cache, and the buffers of a decode or prefill."""
+    if config.rollout.name == "vllm":
+        share = config.rollout.gpu_memory_utilization * hardware(config).memory / config.cluster.ranks_per_gpu
+        return {
+            "rollout weights": rollout_weights(config, layout, shape),
+            "KV cache": int(share) - rollout_weights(config, layout, shape),
+        }
+    e, n = DTYPE_BYTES[config.rollout.dtype], samples_a_prompt(config)
+    rows = wave_rows(config, layout)
+    prefill = rows // n * config.data.max_prompt_length * act.layer_forward(shape, e)
+    logits = rows * shape.vocab * (e + 12)
+    step = rows * row_tokens(config) * e * shape.kv_cache_width * shape.layers
+    return {
+        "rollout weights": rollout_weights(config, layout, shape),
+        "KV cache": step,
+        "sampling": max(prefill, logits),
+    }
+
+
+def rollout_weights(config: Config, layout: RoleLayout, shape: ModelShape) -> int:
+    """Bytes of the rollout engine's own copy on one rank."""
+    return DTYPE_BYTES[config.rollout.dtype] * shape.params // layout.mesh.axis_size("infer_tp", "infer_pp")
+
+
+def wave_rows(config: Config, layout: RoleLayout) -> int:
+    """Rows that the transformers engine decodes at one time on one rank: whole groups, one at least."""
+    n = samples_a_prompt(config)
+    prompts = -(-config.data.train_batch_size // layout.dp_size)
+    return min(max(config.rollout.max_batch_rows // n, 1), prompts) * n
+
+
+def _phase_memory(
+    config: Config, roles: dict[str, RoleLayout], phase: Phase, stage: int, actor: ModelShape
+) -> PhaseMemory:
+    specs = role_specs(config)
+    items: Items = {}
+    for role, layout in roles.items():
+        if layout.pool == phase.pool:
+            working = role == phase.role
+            held = _held(config, specs[role], layout, role_shape(specs[role], actor), stage if working else 0, working)
+            items |= {f"{role}: {what}": size for what, size in held.items()}
+    moment = ""
+    if phase.role == "rollout":
+        extra = rollout_memory(config, roles["rollout"], actor)
+        extra.pop("rollout weights")
+        items |= {f"rollout: {what}": size for what, size in extra.items()}
+    elif phase.role:
+        spec = specs[phase.role]
+        engine = engine_memory(config, spec, roles[spec.role], role_shape(spec, actor), stage)
+        if phase.name in ("update", "critic update"):
+            moment, extra = engine.train()
+        else:
+            extra = engine.forward()
+        items |= {f"{spec.role}: {what}": size for what, size in extra.items()}
+    return PhaseMemory(phase.name, phase.pool, stage, {k: v for k, v in items.items() if v}, moment)
+
+
+def _held(config: Config, spec: RoleSpec, layout: RoleLayout, shape: ModelShape, stage: int, working: bool) -> Items:
+    """What a role keeps on the GPU in a phase: all of it while it works, else what is not offloaded."""
+    if spec.engine is None:
+        asleep = config.rollout.name == "vllm" and config.rollout.sleep_level > 0 and not working
+        return {} if asleep else {"weights": rollout_weights(config, layout, shape)}
+    held = engine_memory(config, spec, layout, shape, stage).held(spec.trained)
+    if not working and spec.engine.offload_params:
+        held["parameters"] = 0
+    if not working and spec.engine.offload_optimizer:
+        held["optimizer"] = 0
+    return held
+
+
+def _stages(layout: RoleLayout) -> int:
+    return layout.mesh.axis_size("pp") if "pp" in layout.mesh.names else 1
+
+
+def _lora_params(config: Config, shape: ModelShape) -> int:
+    """Adapter parameters for all linear maps of all layers: rank · (in + out) each."""
+    widths = [(shape.hidden, shape.q_width), (shape.hidden, shape.kv_width), (shape.hidden, shape.value_width)]
+    widths += [(shape.out_width, shape.hidden)] + 3 * [(shape.hidden, shape.intermediate)]
+    return shape.layers * config.model.lora.rank * sum(a + b for a, b in widths)
