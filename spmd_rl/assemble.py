@@ -154,7 +154,7 @@ def make_rollout_engine(config: Config, model: Model, runtime: Runtime) -> Rollo
     wanted = config.rollout.dtype if config.rollout.dtype != "auto" else config.actor.engine.fsdp.param_dtype
     dtype = compute_dtype(wanted, runtime.device)
     lm = build_meta(model.hf_config, dtype, ATTENTION, config.model.trust_remote_code)
-    materialise(lm, None, runtime.device, empty=True)
+    materialise(lm, None, runtime.device)
     return TransformersRollout(lm, model.eos_token_ids, config.rollout.max_batch_rows)
 
 

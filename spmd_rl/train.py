@@ -45,6 +45,7 @@ def train(config: Config, env: LaunchEnvironment) -> None:
             check_fingerprint(resume_from, inputs.model.fingerprint)
         runtime = start(config, plan, env)
         if runtime.is_first:
+            output_dir.mkdir(parents=True, exist_ok=True)
             save_config(config, output_dir / "config.yaml")
         run(config, inputs, runtime, resume_from)
     finally:

@@ -101,6 +101,7 @@ class FsdpEngine:
         for module in model.modules():
             if isinstance(module, FSDPModule):
                 module.set_gradient_divide_factor(1.0)
+                module.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums, and a factor of 1 needs none
         return model
 
     def _make_optimizer(self, optim: OptimConfig) -> torch.optim.Optimizer:
@@ -159,7 +160,7 @@ class FsdpEngine:
         packing = Packing.pack(lengths, self.sp_size, self.sp_rank, self.sp_group, self.device)
         positions = response_positions(prompts.lengths.tolist(), responses.lengths.tolist())
         places, mine = packing.local_positions(positions)
-        stats = self.model(
+        outputs = self.model(
             input_ids=packing.local(tokens).to(self.device),
             position_ids=packing.position_ids(),
             packing=packing,
@@ -169,7 +170,6 @@ class FsdpEngine:
             entropy=entropy,
             chunk=self.config.logprob_chunk_tokens,
         )
-        outputs = {name: column for name, column in stats._asdict().items() if column is not None}
         if self.sp_size == 1 or not len(positions):
             return outputs
         counts = packing.counts(positions)

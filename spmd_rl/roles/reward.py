@@ -1,13 +1,18 @@
 """The reward role: replies become scores, by functions in worker processes on the ranks that collect replies."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
 from transformers import PreTrainedTokenizerBase
 
 from spmd_rl.data.batch import Batch
 from spmd_rl.data.prompts import Prompt
 from spmd_rl.rewards.scorer import Completion, Scored, Scorer
+
+COUNTED = ("errors", "timeouts")
 
 
 class Reward:
@@ -15,6 +20,7 @@ class Reward:
 
     def __init__(self, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> None:
         self.scorer, self.tokenizer = scorer, tokenizer
+        self._counted: Counter[str] = Counter()
 
     def score(self, batch: Batch, prompts: Sequence[Prompt], n: int) -> Batch:
         """Add `score`, `reward/<function>` and `acc` [N], and the objects `text` and `error`.
@@ -40,6 +46,14 @@ class Reward:
         batch["prediction"] = [s.extra.get("pred") for s in scored]
         return batch
 
+    def counts(self, group: ProcessGroup) -> dict[str, float]:
+        """Failed replies since the last call, over all ranks: `reward/errors` and, of these, `reward/timeouts`."""
+        now = Counter(self.scorer.stats)
+        fresh = torch.tensor([float(now[k] - self._counted[k]) for k in COUNTED])
+        self._counted = now
+        dist.all_reduce(fresh, group=group)
+        return {f"reward/{name}": value for name, value in zip(COUNTED, fresh.tolist(), strict=True)}
+
     def _texts(self, batch: Batch) -> list[str]:
         rows = [row.tolist() for row in batch["responses"].rows()]
         return self.tokenizer.batch_decode(rows, skip_special_tokens=True) if rows else []
@@ -55,7 +69,6 @@ class Reward:
             prompt_text=prompt.text,
             text=texts[row],
             token_ids=tokens,
-            length=len(tokens),
         )
 
 

@@ -40,7 +40,9 @@ class ProcessGroups:
         self.size = size
         self.device_type = device_type
         self._by_ranks: dict[tuple[int, ...], ProcessGroup] = {}
+        self._alone: ProcessGroup | None = None
         self._meshes: dict[Layout, DeviceMesh] = {}
+        self.register(Layout(("pool",), (size,)), "pool")
 
     def register(self, layout: Layout, *axes: str) -> None:
         """Make the groups along `axes` (jointly), all of them, on every rank."""
@@ -56,8 +58,17 @@ class ProcessGroups:
         self._by_ranks[ranks] = group
 
     def along(self, layout: Layout, *axes: str) -> ProcessGroup:
-        """This rank's group along `axes`; registered before."""
-        return self._by_ranks[layout.group_of(self.pool_rank, *axes)]
+        """This rank's group along `axes`; registered before, unless it is the rank alone (an axis of size 1)."""
+        ranks = layout.group_of(self.pool_rank, *axes)
+        return self.alone() if ranks == (self.pool_rank,) and self.size > 1 else self._by_ranks[ranks]
+
+    def alone(self) -> ProcessGroup:
+        """A group of this rank only. Nobody else takes part in making it."""
+        if self._alone is None:
+            group = dist.new_group([self.pool_rank], use_local_synchronization=True)
+            assert isinstance(group, ProcessGroup)
+            self._alone = group
+        return self._alone
 
     def control(self) -> ProcessGroup:
         """A gloo group over the pool, beside its default one."""

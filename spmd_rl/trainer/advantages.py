@@ -6,7 +6,6 @@ same pure function, and keeps its own rows': so they do not depend on the layout
 Shapes: N rows of the step, L longest response.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,11 +18,12 @@ from spmd_rl.algorithms.masked import group_index
 from spmd_rl.config.run import AlgorithmConfig
 from spmd_rl.data.batch import Batch, Ragged
 from spmd_rl.data.shard import Shard
+from spmd_rl.observe.metrics import Partial, mean
 from spmd_rl.runtime.exchange import gather
 
 
-def token_level_rewards(batch: Batch, algorithm: AlgorithmConfig, kl_coef: float) -> tuple[Ragged, dict[str, Any]]:
-    """A row's score at its last token, less the KL penalty where asked for; and this rank's (sum, weight) of the KL."""
+def token_level_rewards(batch: Batch, algorithm: AlgorithmConfig, kl_coef: float) -> tuple[Ragged, Partial]:
+    """A row's score at its last token, less the KL penalty where asked for; and this rank's part of the KL metric."""
     responses: Ragged = batch["responses"]
     rewards = torch.zeros(len(responses.values))
     ends = responses.lengths.cumsum(0) - 1
@@ -34,27 +34,26 @@ def token_level_rewards(batch: Batch, algorithm: AlgorithmConfig, kl_coef: float
     mask = batch["response_mask"].values
     kl = kl_penalty(batch["old_log_probs"].values, batch["ref_log_probs"].values, algorithm.kl_penalty) * mask
     per_row = Ragged(kl, responses.lengths).row_sums() / Ragged(mask, responses.lengths).row_sums().clamp(min=1)
-    sums = {"actor/reward_kl_penalty": (float(per_row.sum()), float(len(per_row)))}
-    return Ragged(rewards - kl_coef * kl, responses.lengths), sums
+    partial = {"actor/reward_kl_penalty": mean(float(per_row.sum()), len(per_row))}
+    return Ragged(rewards - kl_coef * kl, responses.lengths), partial
 
 
 def add_advantages(
-    shard: Shard, estimator: Estimator, algorithm: AlgorithmConfig, dp_group: ProcessGroup, extra: Mapping[str, Any]
+    shard: Shard, estimator: Estimator, algorithm: AlgorithmConfig, dp_group: ProcessGroup
 ) -> None:
     """Write `advantages` and `returns` [tokens] into the shard's batch, from its `token_level_rewards`."""
     batch = shard.batch
     if estimator.scalar:
-        batch["advantages"] = batch["returns"] = _scalar(batch, estimator, algorithm, dp_group, extra)
+        batch["advantages"] = batch["returns"] = _scalar(batch, estimator, algorithm, dp_group)
     else:
-        batch["advantages"], batch["returns"] = _per_token(batch, estimator, algorithm, dp_group, extra)
+        batch["advantages"], batch["returns"] = _per_token(batch, estimator, algorithm, dp_group)
 
 
-def _settings(algorithm: AlgorithmConfig, extra: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(algorithm: AlgorithmConfig) -> dict[str, Any]:
     settings: dict[str, Any] = {
         "gamma": algorithm.gamma,
         "lam": algorithm.lam,
         "norm_adv_by_std_in_grpo": algorithm.norm_adv_by_std_in_grpo,
-        **extra,
     }
     if algorithm.gdpo_weights:
         settings["weights"] = torch.tensor(algorithm.gdpo_weights)
@@ -62,7 +61,7 @@ def _settings(algorithm: AlgorithmConfig, extra: Mapping[str, Any]) -> dict[str,
 
 
 def _scalar(
-    batch: Batch, estimator: Estimator, algorithm: AlgorithmConfig, dp_group: ProcessGroup, extra: Mapping[str, Any]
+    batch: Batch, estimator: Estimator, algorithm: AlgorithmConfig, dp_group: ProcessGroup
 ) -> Ragged:
     mask: Ragged = batch["response_mask"]
     table = Batch.empty_like(len(batch))
@@ -75,14 +74,14 @@ def _scalar(
     whole = gather(table, list(table.rows.keys()), dp_group)
     columns = {name: whole[name] for name in whole.rows.keys()}
     columns["rewards"] = _stack_rewards(whole)
-    advantages_N = estimator.per_row(group=group_index(whole["uid"]), **columns, **_settings(algorithm, extra))
+    advantages_N = estimator.per_row(group=group_index(whole["uid"]), **columns, **_settings(algorithm))
     place = {int(r): i for i, r in enumerate(whole["row_id"].tolist())}
     mine = advantages_N[[place[int(r)] for r in batch["row_id"].tolist()]].float()
     return Ragged(mine.repeat_interleave(mask.lengths) * mask.values, mask.lengths)
 
 
 def _per_token(
-    batch: Batch, estimator: Estimator, algorithm: AlgorithmConfig, dp_group: ProcessGroup, extra: Mapping[str, Any]
+    batch: Batch, estimator: Estimator, algorithm: AlgorithmConfig, dp_group: ProcessGroup
 ) -> tuple[Ragged, Ragged]:
     optional = [name for name in estimator.may_use if name in batch.ragged]
     required = [name for name in estimator.needs if name in batch.ragged]
@@ -92,7 +91,7 @@ def _per_token(
     padded: dict[str, Tensor] = {name: column.padded(0.0, width) for name, column in whole.ragged.items()}
     columns = {name: whole[name] for name in whole.rows.keys() if name not in ("row_id", "uid")}
     columns["rewards"] = _stack_rewards(whole)
-    results = estimator(group=group_index(whole["uid"]), **padded, **columns, **_settings(algorithm, extra))
+    results = estimator(group=group_index(whole["uid"]), **padded, **columns, **_settings(algorithm))
     place = {int(r): i for i, r in enumerate(whole["row_id"].tolist())}
     mine = [place[int(r)] for r in batch["row_id"].tolist()]
     lengths = batch["response_mask"].lengths

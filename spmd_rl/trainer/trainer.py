@@ -126,7 +126,7 @@ class Trainer(Loop):
             return {}
         with self.timer.phase("testing"), self.roles.residency.hold("generate"):
             metrics, samples = validate(self.validation, self.roles.rollout, self.roles.reward, self.config, self.runtime)
-        self.trackers.samples(samples, step, "val_")
+        self.trackers.samples(samples, step, "val")
         return metrics
 
     def show(self, batch: Batch, step: int) -> None:
