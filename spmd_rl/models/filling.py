@@ -50,8 +50,7 @@ def materialise(
     prefix = f"{clean_name(lm_name)}." if lm_name else ""
     tied = _tied_places(model, prefix)
     buffers = _persistent_buffers(model, prefix)
-    recomputed = _recompute_buffers(model)
-    _allocate(model, tied, torch.device(device), torch.device(buffer_device or device))
+    allocate(model, device, buffer_device)
     checkpoint = Checkpoint(folder) if folder is not None else None
     value = _source(checkpoint, lm, seed, (".lora_A.", ".lora_B.", *fresh))
     for places in tied:
@@ -62,10 +61,30 @@ def materialise(
     for place in buffers:
         buffer, region = _local(getattr(place.owner, place.attribute))
         buffer.copy_(value([place.name], buffer.shape, region))
-    for owner, attribute, tensor in recomputed:
-        getattr(owner, attribute).copy_(tensor)
     if checkpoint is not None:
         _refuse_leftovers(checkpoint, lm, {p.name for places in tied for p in places}, ignore)
+
+
+@torch.no_grad()
+def allocate(model: nn.Module, device: torch.device | str, buffer_device: torch.device | str | None = None) -> None:
+    """Memory for what is on the meta device, parameters uninitialised: for a model whose weights come by a sync.
+
+    Parameters go to `device`; buffers to `buffer_device` (default: `device`), with right values unless a checkpoint
+    has them.
+    """
+    tied = _tied_places(model, "")
+    recomputed = _recompute_buffers(model)
+
+    def empty(x: Tensor) -> Tensor:
+        where = device if isinstance(x, nn.Parameter) else buffer_device or device
+        return torch.empty_like(x, device=where) if x.is_meta else x
+
+    model._apply(empty)  # tells FSDP of its new shards, but unties: tie again
+    for first, *others in tied:
+        for place in others:
+            place.owner._parameters[place.attribute] = first.owner._parameters[first.attribute]
+    for owner, attribute, tensor in recomputed:
+        getattr(owner, attribute).copy_(tensor)
 
 
 def _tied_places(model: nn.Module, prefix: str) -> list[list[_Place]]:
@@ -99,19 +118,6 @@ def _recompute_buffers(model: nn.Module) -> list[tuple[nn.Module, str, Tensor]]:
         again = type(owner)(config=owner.config)
         values += [(owner, a, again.get_buffer(a)) for a in attributes]
     return values
-
-
-def _allocate(model: nn.Module, tied: list[list[_Place]], device: torch.device, buffer_device: torch.device) -> None:
-    """Memory for what is on the meta device. `_apply` tells FSDP of its new shards, but it unties: tie again."""
-
-    def empty(x: Tensor) -> Tensor:
-        where = device if isinstance(x, nn.Parameter) else buffer_device
-        return torch.empty_like(x, device=where) if x.is_meta else x
-
-    model._apply(empty)
-    for first, *others in tied:
-        for place in others:
-            place.owner._parameters[place.attribute] = first.owner._parameters[first.attribute]
 
 
 def _local(x: Tensor) -> tuple[Tensor, list[slice]]:

@@ -20,10 +20,11 @@ from spmd_rl.config import ConfigError
 from spmd_rl.config.run import ModelConfig
 from spmd_rl.models.attention import NAME, register
 from spmd_rl.models.checkpoint import save_folder
-from spmd_rl.models.filling import materialise
+from spmd_rl.models.filling import allocate, materialise
 from spmd_rl.models.sources import resolve
 
 __all__ = [
+    "allocate",
     "build_meta",
     "load_generation_config",
     "load_hf_config",

@@ -50,6 +50,22 @@ def exports(model: nn.Module) -> Iterator[Export]:
             yield export
 
 
+def export_tensors(model: nn.Module, whole: Callable[[Tensor], Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """(checkpoint name, tensor) of every export; `whole` gathers a parameter, once even if several exports need it."""
+    parameters = dict(model.named_parameters())
+    gathered: dict[str, Tensor] = {}
+    for export in exports(model):
+        if set(export.sources) != set(gathered):  # exports that share a source follow each other
+            gathered = {name: whole(parameters[name]).detach() for name in export.sources}
+        yield export.name, export.make([gathered[name] for name in export.sources])
+
+
+def destinations(model: nn.Module) -> dict[str, Tensor]:
+    """Checkpoint name -> where that tensor lies in a plain model without adapters: copy into it to load it."""
+    parameters = dict(model.named_parameters())
+    return {export.name: export.make([parameters[s].data for s in export.sources]) for export in exports(model)}
+
+
 def _experts(fused: re.Match[str], source: str, experts: int, width: int) -> Iterator[Export]:
     """[E, 2I, H] gate_up_proj -> E gate_proj and up_proj of [I, H]; [E, H, I] down_proj -> E down_proj of [H, I]."""
     for e in range(experts):
