@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, PretrainedConfig, Qwen2Config, Qwen3Config
 
@@ -15,6 +14,7 @@ from spmd_rl.config import ConfigError
 from spmd_rl.models.attention import check_attention, gather_tokens, register
 from spmd_rl.models.packing import Packing, response_positions
 from spmd_rl.models.policy import Policy
+from tests.models.ranks import run_ranks
 
 PROMPTS, RESPONSES = [3, 1, 4, 2], [5, 7, 2, 6]
 SHAPE: dict[str, Any] = {"vocab_size": 61, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
@@ -103,21 +103,16 @@ def test_packed_equals_padded_in_float32() -> None:
     assert_same(padded("qwen3", torch.float32), packed("qwen3", torch.float32), 1e-4)
 
 
-def _ulysses_worker(rank: int, world: int, store: str, results: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=world)
+def _ulysses_worker(rank: int, folder: Path) -> dict[tuple[str, int], Any]:
     groups = {4: dist.group.WORLD}
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     groups[2] = pairs[rank // 2]
-    out = {(name, sp): packed(name, torch.float64, group) for name in CONFIGS for sp, group in groups.items()}
-    torch.save(out, f"{results}/{rank}.pt")
-    dist.destroy_process_group()
+    return {(name, sp): packed(name, torch.float64, group) for name in CONFIGS for sp, group in groups.items()}
 
 
 def test_ulysses_equals_one_rank(tmp_path: Path) -> None:
     """sp=2 and sp=4, with 4, 2 and 1 key-value heads, windows, and 30 tokens, which 4 does not divide."""
-    mp.spawn(_ulysses_worker, args=(4, str(tmp_path / "store"), str(tmp_path)), nprocs=4)
-    outs = [torch.load(tmp_path / f"{rank}.pt") for rank in range(4)]
+    outs = run_ranks(_ulysses_worker, 4, tmp_path)
     for name in CONFIGS:
         expected = packed(name, torch.float64)
         for sp in (2, 4):

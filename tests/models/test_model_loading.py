@@ -1,13 +1,12 @@
 """Folders: reading by slices, random starts, writing, and what is refused."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -20,6 +19,7 @@ from spmd_rl.config.run import ModelConfig
 from spmd_rl.models.loading import build_meta, load_hf_config, load_tokenizer, materialise, resolve, save_folder
 from spmd_rl.models.names import exports
 from spmd_rl.models.policy import Policy, decoder_layers, huggingface_name
+from tests.models.ranks import run_ranks
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 61,
@@ -74,17 +74,15 @@ def test_meta_load_equals_from_pretrained_bitwise(name: str, tmp_path: Path) -> 
     assert tied == config.tie_word_embeddings
 
 
-def _shard_worker(rank: int, world: int, tmp: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{tmp}/store", rank=rank, world_size=world)
+def _shard_worker(rank: int, tmp: Path) -> dict[tuple[str, str, bool], dict[str, torch.Tensor]]:
     meshes = {
-        "fsdp": init_device_mesh("cpu", (world,), mesh_dim_names=("fsdp",)),
-        "ddp-fsdp": init_device_mesh("cpu", (2, world // 2), mesh_dim_names=("ddp", "fsdp")),
+        "fsdp": init_device_mesh("cpu", (4,), mesh_dim_names=("fsdp",)),
+        "ddp-fsdp": init_device_mesh("cpu", (2, 2), mesh_dim_names=("ddp", "fsdp")),
     }
     results = {}
     for name in configs():
         for layout, mesh in meshes.items():
-            for folder in (Path(tmp) / name, None):
+            for folder in (tmp / name, None):
                 policy = Policy(build_meta(load_hf_config(ModelConfig(path=f"{tmp}/{name}"))))
                 for layer in decoder_layers(policy):
                     fully_shard(layer, mesh=mesh)
@@ -93,8 +91,7 @@ def _shard_worker(rank: int, world: int, tmp: str) -> None:
                 assert all(isinstance(p, DTensor) for p in policy.parameters())
                 full = {huggingface_name(n): p.full_tensor().detach() for n, p in policy.named_parameters()}
                 results[name, layout, folder is None] = full
-    torch.save(results, f"{tmp}/{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 def test_sharded_load_and_random_start_do_not_depend_on_the_ranks(tmp_path: Path) -> None:
@@ -105,9 +102,8 @@ def test_sharded_load_and_random_start_do_not_depend_on_the_ranks(tmp_path: Path
             model = build_meta(config)
             materialise(model, folder, "cpu", seed=3)
             plain[name, folder is None] = dict(model.named_parameters())
-    mp.spawn(_shard_worker, args=(4, str(tmp_path)), nprocs=4)
-    for rank in range(4):
-        for (name, _, random), tensors in torch.load(tmp_path / f"{rank}.pt").items():
+    for results in run_ranks(_shard_worker, 4, tmp_path):
+        for (name, _, random), tensors in results.items():
             expected = plain[name, random]
             assert tensors.keys() == expected.keys()
             for key, value in tensors.items():
@@ -208,16 +204,14 @@ def test_tiny_models_are_the_same_everywhere(name: str, tmp_path: Path, monkeypa
     assert AutoModelForCausalLM.from_pretrained(folders[0]).config.vocab_size == len(tokenizer) == 104
 
 
-def _resolve_worker(rank: int, cache: str) -> None:
-    import os
-
-    os.environ["SPMD_RL_CACHE"] = cache
-    assert (resolve("tiny-digits") / "model.safetensors").is_file()
+def _resolve_worker(rank: int, folder: Path) -> bool:
+    os.environ["SPMD_RL_CACHE"] = str(folder / "cache")
+    return (resolve("tiny-digits") / "model.safetensors").is_file()
 
 
 def test_several_ranks_make_a_model_once(tmp_path: Path) -> None:
-    mp.spawn(_resolve_worker, args=(str(tmp_path),), nprocs=3)
-    assert sorted(p.name for p in tmp_path.iterdir()) == [".tiny-digits.lock", "tiny-digits"]
+    assert run_ranks(_resolve_worker, 3, tmp_path) == [True, True, True]
+    assert sorted(p.name for p in (tmp_path / "cache").iterdir()) == [".tiny-digits.lock", "tiny-digits"]
 
 
 def test_a_chat_template_may_be_text_or_a_file(tmp_path: Path) -> None:

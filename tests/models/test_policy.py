@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -21,6 +19,7 @@ from spmd_rl.models.lora import add_adapters
 from spmd_rl.models.names import destinations, export_tensors
 from spmd_rl.models.packing import Packing, response_positions
 from spmd_rl.models.policy import Policy, decoder_layers, huggingface_name
+from tests.models.ranks import run_ranks
 
 PROMPTS, RESPONSES = [3, 1], [5, 4]
 SIZES: dict[str, Any] = {
@@ -135,9 +134,7 @@ def test_a_synced_copy_is_equal(config: PretrainedConfig) -> None:
     assert all(torch.equal(p, expected[n]) for n, p in copy.named_parameters())
 
 
-def _fsdp_worker(rank: int, tmp: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{tmp}/store", rank=rank, world_size=2)
+def _fsdp_worker(rank: int, folder: Path) -> dict[str, tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]]:
     mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("fsdp",))
     results = {}
     for name, lora in (("full", None), ("lora", LoraConfig(rank=3))):
@@ -150,18 +147,16 @@ def _fsdp_worker(rank: int, tmp: str) -> None:
         out = run(policy)
         grads = {huggingface_name(n): p.grad.full_tensor() for n, p in policy.named_parameters() if p.grad is not None}
         results[name] = (out, grads, dict(export_tensors(policy, lambda x: x.full_tensor())))
-    torch.save(results, f"{tmp}/{rank}.pt")
-    dist.destroy_process_group()
+    return results
 
 
 def test_sharded_equals_plain_with_and_without_adapters(tmp_path: Path) -> None:
-    mp.spawn(_fsdp_worker, args=(str(tmp_path),), nprocs=2)
+    ranks = run_ranks(_fsdp_worker, 2, tmp_path)
     for name, lora in (("full", None), ("lora", LoraConfig(rank=3))):
         policy = filled(llama(), lora=lora)
         out = run(policy)
         grads = {huggingface_name(n): p.grad for n, p in policy.named_parameters() if p.grad is not None}
-        for rank in range(2):
-            got, got_grads, got_exports = torch.load(tmp_path / f"{rank}.pt")[name]
+        for got, got_grads, got_exports in (results[name] for results in ranks):
             assert torch.allclose(out, got, atol=1e-9)
             assert grads.keys() == got_grads.keys()
             assert all(torch.allclose(g, got_grads[n], atol=1e-9) for n, g in grads.items())
