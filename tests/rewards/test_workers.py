@@ -156,7 +156,8 @@ def test_math_verify_works_in_a_worker() -> None:
 
 def test_scoring_from_a_thread_that_ends_leaves_the_workers_alive(scorer: Scorer) -> None:
     """The kernel's death signal follows the thread that forked; replacements made in a passing thread must live on."""
-    thread = threading.Thread(target=lambda: scorer.score([group("exit")]))
+    # The second group is scored by the replacement, so that it has told the kernel before the thread ends.
+    thread = threading.Thread(target=lambda: scorer.score([group("exit"), group("ok", uid=1)]))
     thread.start()
     thread.join()
     (replacement,) = pids(scorer)
