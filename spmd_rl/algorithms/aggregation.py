@@ -52,7 +52,7 @@ def aggregate(
 
     With l_it the loss of token t of row i, |o_i| the counted tokens of row i, and totals N_tok, N_seq:
 
-    - token-mean: sum_it l_it / N_tok (DAPO, arXiv 2503.14476, equation 8)
+    - token-mean: sum_it l_it / N_tok (DAPO, arXiv 2503.14476, equation 12)
     - token-sum: sum_it l_it
     - seq-mean-token-sum: sum_i sum_t l_it / N_seq
     - seq-mean-token-mean: sum_i (sum_t l_it / |o_i|) / N_seq (GRPO, arXiv 2402.03300, equation 3)

@@ -30,10 +30,11 @@ REJECTION_RULES = (
     *("token_k1", "token_k2", "token_k3"),
     *("seq_sum_k1", "seq_sum_k2", "seq_sum_k3"),
     *("seq_mean_k1", "seq_mean_k2", "seq_mean_k3"),
-    *("seq_max_k2", "seq_max_k3"),
+    *("seq_max_k2", "seq_max_k3", "binary_kl"),
 )
 """Level (a token, or the sum, mean or largest of a sequence) and divergence (k1 = -log rho, k2 = (log rho)^2 / 2,
-k3 = rho - 1 - log rho)."""
+k3 = rho - 1 - log rho); binary_kl judges a token by the larger KL, of the two directions, between Bernoulli(pi_train)
+and Bernoulli(pi_rollout)."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def rollout_correction(
     kept_mask = response_mask
     if rollout_rs is not None:
         bands = rejection_bands(rollout_rs, rollout_rs_threshold)
-        kept_mask, found = reject(log_ratio, response_mask, row, rows, bands)
+        kept_mask, found = reject(old, sampled, response_mask, row, rows, bands)
         metrics |= found
     metrics |= mismatch_metrics(old, sampled, response_mask, row, rows)
     return Correction(weights, kept_mask, {f"rollout_corr/{name}": value for name, value in metrics.items()})
@@ -121,13 +122,23 @@ def importance_weights(
 
 
 def reject(
-    log_ratio: Tensor, response_mask: Tensor, row: Tensor, rows: int, bands: dict[str, tuple[float, float]]
+    old_log_prob: Tensor,
+    rollout_log_prob: Tensor,
+    response_mask: Tensor,
+    row: Tensor,
+    rows: int,
+    bands: dict[str, tuple[float, float]],
 ) -> tuple[Tensor, dict[str, float]]:
     """The mask without rejected tokens [T], and metrics without prefix. `bands`: rule -> lowest and highest value
     kept.
     """
-    bounded = log_ratio.clamp(-LOG_BOUND, LOG_BOUND)
-    divergence = {"k1": -bounded, "k2": 0.5 * bounded.square(), "k3": bounded.exp() - 1.0 - bounded}
+    bounded = (old_log_prob - rollout_log_prob).clamp(-LOG_BOUND, LOG_BOUND)
+    divergence = {
+        "k1": -bounded,
+        "k2": 0.5 * bounded.square(),
+        "k3": bounded.exp() - 1.0 - bounded,
+        "kl": _binary_kl(old_log_prob, rollout_log_prob),
+    }
     keep = torch.ones_like(response_mask, dtype=torch.bool)
     metrics: dict[str, float] = {}
     for rule, (low, high) in bands.items():
@@ -138,7 +149,7 @@ def reject(
         keep &= inside
         limits = (low if kind == "k1" else None, high)
         metrics |= rejection_metrics(rule, per_token, per_row, inside, response_mask, row, rows, limits)
-    gone = (~keep).to(log_ratio.dtype)
+    gone = (~keep).to(bounded.dtype)
     metrics["rollout_rs_masked_fraction"] = float(masked_mean(gone, response_mask))
     touched = row_max(gone * response_mask, response_mask, row, rows) > 0
     metrics["rollout_rs_seq_masked_fraction"] = float(touched.float().mean())
@@ -192,8 +203,16 @@ def _pair(what: str, text: str) -> tuple[float | None, float]:
     return (numbers[0], numbers[1]) if len(numbers) == 2 else (None, numbers[0])
 
 
+def _binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """max(KL(p || q), KL(q || p)) of Bernoulli distributions; probabilities held in [1e-6, 1 - 1e-6], in float32."""
+    p, q = (x.float().exp().clamp(1e-6, 1 - 1e-6) for x in (log_p, log_q))
+    forward = p * (p / q).log() + (1 - p) * ((1 - p) / (1 - q)).log()
+    backward = q * (q / p).log() + (1 - q) * ((1 - q) / (1 - p)).log()
+    return torch.maximum(forward, backward).to(log_p.dtype)
+
+
 def _row_statistic(values: Tensor, mask: Tensor, row: Tensor, rows: int, level: str) -> Tensor | None:
-    if level == "token":
+    if level in ("token", "binary"):
         return None
     if level == "seq_sum":
         return row_sum(values * mask, row, rows)

@@ -3,7 +3,7 @@
 Which tokens those are is decided over the whole mini-batch (`*_statistics`), never over a micro-batch, and a draw among
 them is keyed by (uid, sample, position), so the choice does not depend on ranks, micro-batches or row order.
 
-Cui et al., The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617, section 4.
+Cui et al., The Entropy Mechanism of Reinforcement Learning for Reasoning Language Models, arXiv 2505.22617.
 """
 
 import torch
@@ -48,7 +48,7 @@ def clip_cov(
     clip_ratio_low: float | None = None,
     clip_ratio_high: float | None = None,
 ) -> tuple[Tensor, Metrics]:
-    """PPO's clipped loss without the dual clip, 0 at the selected tokens (equation 11)."""
+    """l = max(-r A, -clip(r, 1 - low, 1 + high) A), 0 at the selected tokens. `actor/pg_clipfrac` is their share."""
     selected = _selected(batch, "clip_cov")
     plain, clipped = _ppo_terms(batch, clip_range(clip_ratio, clip_ratio_low, clip_ratio_high))
     loss = torch.maximum(plain, clipped) * ~selected
@@ -72,7 +72,7 @@ def kl_cov_statistics(batch: TokenBatch, *, kl_cov_ratio: float = 0.0002) -> Sta
 
 
 def kl_cov(batch: TokenBatch, *, ppo_kl_coef: float = 1.0) -> tuple[Tensor, Metrics]:
-    """l = -r A, plus coef |log r| at the selected tokens (equation 12); no clip. `actor/ppo_kl` is the mean of |log
+    """l = -r A, plus coef |log r| at the selected tokens; no clip. `actor/ppo_kl` is the mean of |log
     r|.
     """
     selected = _selected(batch, "kl_cov")
@@ -85,7 +85,7 @@ def kl_cov(batch: TokenBatch, *, ppo_kl_coef: float = 1.0) -> tuple[Tensor, Metr
 def token_hash(batch: TokenBatch) -> Tensor:
     """A number for each token that depends on (uid, sample, position in the row) alone: int64 [T], >= 0.
 
-    A batch without uid uses the row's number. The mixing is splitmix64's finaliser (Steele et al., OOPSLA 2014).
+    A batch without uid uses the row's number. The mixing is that of SplitMix64 (Steele, Lea and Flood, OOPSLA 2014).
     """
     start = torch.zeros(batch.rows + 1, dtype=torch.int64, device=batch.row.device)
     start[1:] = torch.bincount(batch.row, minlength=batch.rows).cumsum(0)

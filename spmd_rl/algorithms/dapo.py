@@ -15,7 +15,8 @@ def has_signal(metric: Tensor, group: Tensor) -> Tensor:
 
     `group` int64 [N], 0..G-1. A group with equal scores has advantage 0 everywhere.
     """
-    differs = group_max(metric, group) > -group_max(-metric, group)
+    exact = metric.double()
+    differs = group_max(exact, group) > -group_max(-exact, group)
     return differs | (group_count(group) == 1)
 
 

@@ -15,8 +15,8 @@ from spmd_rl.algorithms.masked import group_count, group_max, group_mean_std, gr
 def grpo(scores: Tensor, group: Tensor, norm_adv_by_std_in_grpo: bool = True, epsilon: float = 1e-6) -> Tensor:
     """Group relative: A = (s - mean_g) / (std_g + epsilon), std unbiased; a group of one keeps its score.
 
-    Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1.2. Without the division it is Dr. GRPO: Liu et al.,
-    Understanding R1-Zero-Like Training, arXiv 2503.20783, section 3.2.
+    Shao et al., DeepSeekMath, arXiv 2402.03300, section 4.1. Without the division it is Dr. GRPO: Liu et al.,
+    Understanding R1-Zero-Like Training, arXiv 2503.20783.
     """
     mean, std = group_mean_std(scores.double(), group)
     centred = scores.double() - mean
@@ -42,7 +42,7 @@ def grpo_multi_trajectory(
     norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
 ) -> Tensor:
-    """`grpo` over trajectories that span several rows.
+    """`grpo` over trajectories that span several rows: A of a row = grpo's A of its trajectory.
 
     `trajectory` int64 [N] numbers the trajectories over the whole batch, `turn` int64 [N] orders the rows of one. A
     trajectory's score is that of its last row; all its rows get the trajectory's advantage.
@@ -78,7 +78,7 @@ def grpo_passk(scores: Tensor, group: Tensor, norm_adv_by_std_in_grpo: bool = Tr
 def rloo(scores: Tensor, group: Tensor) -> Tensor:
     """Leave one out: A = s - mean of the group's others; a group of one keeps its score.
 
-    Ahmadian et al., Back to Basics, arXiv 2402.14740, equation 8.
+    Ahmadian et al., Back to Basics, arXiv 2402.14740.
     """
     count = group_count(group)
     others = (group_sum(scores.double(), group) - scores) / (count - 1).clamp(min=1)
@@ -102,7 +102,7 @@ def reinforce_plus_plus_baseline(scores: Tensor, group: Tensor, lengths: Tensor)
 def opo(scores: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
     """Length-weighted baseline: A = s - sum_g(length * s) / sum_g(length); a group of one keeps its score.
 
-    Hao et al., On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585, equation 6.
+    Hao et al., On-Policy RL with Optimal Reward Baseline, arXiv 2505.23585.
     """
     tokens = group_sum(lengths.double(), group)
     baseline = group_sum(lengths * scores.double(), group) / tokens.clamp(min=1)
@@ -112,8 +112,7 @@ def opo(scores: Tensor, group: Tensor, lengths: Tensor) -> Tensor:
 def gpg(scores: Tensor, group: Tensor, f_norm: float = 1.0) -> Tensor:
     """A = alpha * (s - mean_g) / f_norm with alpha = N / (number of non-zero scores in the batch, at least 1).
 
-    Chu et al., GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning, arXiv 2504.02546, section
-    3.
+    Chu et al., GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning, arXiv 2504.02546.
     """
     mean, _ = group_mean_std(scores.double(), group)
     alpha = len(scores) / torch.count_nonzero(scores).clamp(min=1)

@@ -24,18 +24,21 @@ def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
     return masked_sum(values, mask, dim) / (count + EPSILON)
 
 
+def masked_var(values: Tensor, mask: Tensor) -> Tensor:
+    """Unbiased variance of `values` where mask is 1. ValueError when fewer than two places count."""
+    count = mask.sum()
+    if count <= 1:
+        raise ValueError(f"a variance needs at least 2 tokens, the mask holds {int(count)}")
+    return masked_mean((values - masked_mean(values, mask)).square(), mask) * count / (count - 1)
+
+
 def masked_whiten(values: Tensor, weights: Tensor) -> Tensor:
-    """(values - mean) / sqrt(var + 1e-8) with mean and unbiased variance taken over the weighted entries; same shape.
+    """(values - mean) / sqrt(var + 1e-8), mean and variance over the weighted entries; same shape.
 
     `weights` is a mask, or, when one value stands for several tokens, how many tokens it stands for. ValueError when
     fewer than two tokens count, since they have no variance.
     """
-    count = weights.sum()
-    if count <= 1:
-        raise ValueError(f"whitening needs at least 2 tokens, the mask holds {int(count)}")
-    mean = masked_mean(values, weights)
-    variance = masked_mean((values - mean).square(), weights) * count / (count - 1)
-    return (values - mean) * torch.rsqrt(variance + EPSILON)
+    return (values - masked_mean(values, weights)) * torch.rsqrt(masked_var(values, weights) + EPSILON)
 
 
 def row_sum(values_T: Tensor, row_T: Tensor, rows: int) -> Tensor:

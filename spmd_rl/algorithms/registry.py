@@ -8,6 +8,7 @@ resolve("my_package.losses:soft_clip", ...)   # an importable module and a funct
 import difflib
 import importlib
 import importlib.util
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
@@ -45,11 +46,19 @@ def _load(place: str) -> Any:
 def _file_module(path: Path) -> ModuleType:
     if not path.is_file():
         raise ConfigError(f"'{path}' is not a file (looked in {Path.cwd()})")
-    spec = importlib.util.spec_from_file_location(f"user_{path.stem}", path)
+    name = f"user:{path.resolve()}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None, f"no loader for {path}"
     assert spec.loader is not None, f"no loader for {path}"
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    sys.modules[name] = module  # dataclasses look their module up while they are made
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
     return module
 
 

@@ -39,7 +39,7 @@ def reinforce_plus_plus(
     """Discounted return of each token, whitened over the batch: `(advantages, returns)`.
 
     G_t = r_t + gamma * G_(t+1), starting anew before a token with mask 0;  A = whiten(G) * mask.
-    Hu, REINFORCE++, arXiv 2501.03262, section 3. ValueError when fewer than 2 tokens count.
+    Hu, REINFORCE++, arXiv 2501.03262. ValueError when fewer than 2 tokens count.
     """
     running = torch.zeros_like(token_level_rewards[:, 0])
     backwards = []
@@ -54,7 +54,7 @@ def reinforce_plus_plus(
 def remax(token_level_rewards: Tensor, response_mask: Tensor, reward_baselines: Tensor) -> tuple[Tensor, Tensor]:
     """Reward to go minus the greedy reply's score: `(advantages, returns)`.
 
-    A_t = sum_(j>=t) r_j - b with `reward_baselines` b [N]. Li et al., ReMax, arXiv 2310.10505, algorithm 1.
+    A_t = sum_(j>=t) r_j - b with `reward_baselines` b [N]. Li et al., ReMax, arXiv 2310.10505.
     """
     returns = reward_to_go(token_level_rewards, response_mask)
     return returns - reward_baselines[:, None] * response_mask, returns

@@ -47,7 +47,7 @@ def geo_mean(
 
     A token's log-ratio is clipped to [-low, high] on the side that its advantage pushes to; the epsilons are in log
     space. Importance weights of the rollout correction enter as their geometric mean. Zhao et al., Geometric-Mean
-    Policy Optimization, arXiv 2507.20673, equation 4. Each token carries l_i / |o_i|, so that a row sums to l_i; the
+    Policy Optimization, arXiv 2507.20673. Each token carries l_i / |o_i|, so that a row sums to l_i; the
     mean is over rows with tokens.
     """
     low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)

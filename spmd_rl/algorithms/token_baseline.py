@@ -1,5 +1,7 @@
 """Optimal token baseline: another baseline at each token, weighted by how much the path so far moves the gradient.
 
+Li et al., The Optimal Token Baseline: Variance Reduction for Long-Horizon LLM-RL, arXiv 2602.07078.
+
 Shapes: N rows, L token places, right-padded; all tensors [N, L] unless said otherwise; `group` int64 [N].
 """
 
@@ -22,9 +24,9 @@ def optimal_token_baseline(
     """`(advantages, returns)` with A_t = G_t - B_t, B_t = sum_g(G_t W_t) / sum_g(W_t), W_t = sum_(j<=t) w_j.
 
     w = 1 - 2 pi + sum_v pi_v^2, the squared norm of a token's score function in logit space, times rho^2 when truncated
-    importance weights rho are in use. G is the reward to go. The optimal token baseline for REINFORCE with long
-    replies. A group of one has no baseline. With `handle_zero_tail` the one longest reply of a group has none past the
-    end of the second longest, where it would be compared with itself.
+    importance weights rho are in use. G is the reward to go. A group of one has no baseline. With `handle_zero_tail`
+    the one longest reply of a group has none past the end of the second longest, where it would be compared with
+    itself.
     """
     returns = reward_to_go(token_level_rewards, response_mask)
     energy = _path_energy(response_mask, old_log_probs, sum_pi_squared, rollout_is_weights)
@@ -43,8 +45,8 @@ def tir_optimal_token_baseline(
     rollout_is_weights: Tensor | None = None,
     handle_zero_tail: bool = True,
 ) -> tuple[Tensor, Tensor]:
-    """`optimal_token_baseline` for replies with tool output in them (mask 0): rows are compared at their k-th own
-    token.
+    """`optimal_token_baseline` for replies with tool output in them (mask 0): B_t = the baseline of the
+    group's k-th own tokens, where t is row i's k-th.
 
     Rows without a counted token leave the group.
     """

@@ -47,7 +47,7 @@ def vanilla(
     """PPO: l = max(-r A, -clip(r, 1 - low, 1 + high) A), and at most -c A where A < 0, with r = pi / pi_old.
 
     Schulman et al., Proximal Policy Optimization Algorithms, arXiv 1707.06347, equation 7; the dual clip c: Ye et al.,
-    Mastering Complex Control in MOBA Games, arXiv 1912.09729, equation 5; clip-higher: Yu et al., DAPO, arXiv
+    Mastering Complex Control in MOBA Games, arXiv 1912.09729; clip-higher: Yu et al., DAPO, arXiv
     2503.14476. ValueError unless clip_ratio_c > 1.
     """
     if clip_ratio_c <= 1:
@@ -91,10 +91,10 @@ def dppo_kl(
     clip_ratio_high: float | None = None,
     clip_ratio_c: float = 20.0,
 ) -> tuple[Tensor, Metrics]:
-    """DPPO, binary KL: as `dppo_tv`, but far means KL(Bernoulli(pi_old) || Bernoulli(pi)) above high (A > 0) or low,
-    and only for a token that moved in the direction its advantage pushes.
+    """DPPO, binary KL: l = -sg(min(r, c)) A log pi as in `dppo_tv`, but far means KL(Bernoulli(pi_old) ||
+    Bernoulli(pi)) above high (A > 0) or low, and only for a token that moved in the direction its advantage pushes.
 
-    Rethinking the Trust Region in LLM Reinforcement Learning (DPPO), arXiv 2602.04879.
+    Qi et al., Rethinking the Trust Region in LLM Reinforcement Learning, arXiv 2602.04879.
     """
     low, high = clip_range(clip_ratio, clip_ratio_low, clip_ratio_high)
     log_prob = batch.log_prob.detach()
@@ -150,7 +150,7 @@ def cispo(
 def gpg(batch: TokenBatch) -> tuple[Tensor, Metrics]:
     """Plain policy gradient: l = -A log pi; GPG's alpha is in the advantage (estimator `gpg`).
 
-    Chu et al., GPG, arXiv 2504.02546, equation 6.
+    Chu et al., GPG, arXiv 2504.02546.
     """
     return weighted(-batch.advantages * batch.log_prob, batch), {}
 
@@ -167,7 +167,7 @@ def reinforce(batch: TokenBatch) -> tuple[Tensor, Metrics]:
 def dro(batch: TokenBatch, *, dro_beta: float | None = None) -> tuple[Tensor, Metrics]:
     """Direct reward optimisation: l = -A log pi + beta / 2 (log r)^2, the log-ratio not bounded.
 
-    Richemond et al., Offline Regularised Reinforcement Learning for LLM Alignment, arXiv 2405.19107, equation 7.
+    Richemond et al., Offline Regularised Reinforcement Learning for LLM Alignment, arXiv 2405.19107.
     ValueError unless dro_beta > 0.
     """
     if not dro_beta or dro_beta <= 0:

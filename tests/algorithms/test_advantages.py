@@ -143,7 +143,7 @@ def test_a_function_of_the_users(tmp_path: Any) -> None:
 
 
 def test_unknown_name_shows_the_nearest_and_all() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'grpo'.*reinforce_plus_plus"):
+    with pytest.raises(ConfigError, match=r"did you mean 'grpo'.*reinforce_plus_plus"):
         advantage_estimator("grp")
 
 

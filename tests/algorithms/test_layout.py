@@ -32,7 +32,9 @@ Layout = list[list[list[int]]]
 def summed(
     name: str, batch: TokenBatch, layout: Layout, mode: str, given_settings: dict[str, Any]
 ) -> tuple[Tensor, Tensor, dict[str, float]]:
-    """As an engine does it: statistics of the whole, totals of all parts, then the shares of ranks and micro-batches."""
+    """As an engine does it: statistics of the whole, totals of all parts, then the shares of ranks and
+    micro-batches.
+    """
     loss = POLICY_LOSSES[name]
     leaf = batch.log_prob.detach().clone().requires_grad_()
     batch = batch.with_columns(log_prob=leaf)

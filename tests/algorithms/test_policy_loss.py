@@ -71,7 +71,9 @@ def test_gspo_of_release_091_is_gspo_with_a_free_aggregation(case: dict[str, Any
 
 @pytest.mark.parametrize(("case", "key"), cases("policy_loss_geo_mean"))
 def test_geo_mean_counts_rows_with_tokens_where_the_reference_counts_empty_rows(case: dict[str, Any], key: str) -> None:
-    """Equal to the reference with its number of rows; with ours, larger by rows / rows with tokens, whatever the layout."""
+    """Equal to the reference with its number of rows; with ours, larger by rows / rows with tokens, whatever the
+    layout.
+    """
     dtype, loss, settings = DTYPES[key], POLICY_LOSSES["geo_mean"], settings_of(case["params"])
     batch, leaf = load_batch(case, dtype)
     ours, theirs = totals_of(batch), BatchTotals(totals_of(batch).tokens, batch.rows)
@@ -91,7 +93,9 @@ def test_geo_mean_counts_rows_with_tokens_where_the_reference_counts_empty_rows(
 def test_clip_cov_cuts_as_many_tokens_of_the_same_candidates_where_the_reference_draws_by_torchs_generator(
     case: dict[str, Any], key: str
 ) -> None:
-    """Its draw is read off its gradient; with it put in, loss, gradient and metrics agree. Ours differs in the draw only."""
+    """Its draw is read off its gradient; with it put in, loss, gradient and metrics agree. Ours differs in the draw
+    only.
+    """
     dtype, settings = DTYPES[key], settings_of(case["params"])
     loss = POLICY_LOSSES["clip_cov"]
     batch, leaf = load_batch(case, dtype)
@@ -231,5 +235,5 @@ def test_a_loss_of_the_users(tmp_path: Any) -> None:
 
 
 def test_unknown_name_shows_the_nearest_and_all() -> None:
-    with pytest.raises(ConfigError, match="did you mean 'cispo'.*geo_mean"):
+    with pytest.raises(ConfigError, match=r"did you mean 'cispo'.*geo_mean"):
         policy_loss("cispo2")
