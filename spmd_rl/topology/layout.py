@@ -72,6 +72,8 @@ class Layout:
 
     def formula(self, axis: str) -> str:
         """How the axis' coordinate is computed from the pool rank r, e.g. `r // 2 % 4`."""
+        if self.axis_size(axis) == 1:
+            return "0"
         text = "r" if self.stride(axis) == 1 else f"r // {self.stride(axis)}"
         outermost = self.stride(axis) * self.axis_size(axis) == self.size
         return text if outermost else f"{text} % {self.axis_size(axis)}"
@@ -116,7 +118,7 @@ class RoleLayout:
 
     def collects(self, pool_rank: int) -> bool:
         """Whether the rank hands in its part's results; exactly one rank of each part does."""
-        return all(c == self._collecting[axis] for axis, c in self.batch.coords(pool_rank).items() if axis != "dp")
+        return all(c == self.collecting[axis] for axis, c in self.batch.coords(pool_rank).items() if axis != "dp")
 
     @cached_property
     def dp_ranks(self) -> np.ndarray:
@@ -127,7 +129,7 @@ class RoleLayout:
     def collect_mask(self) -> np.ndarray:
         """collects of every pool rank, bool [P]."""
         mask = np.ones(self.size, dtype=bool)
-        for axis, place in self._collecting.items():
+        for axis, place in self.collecting.items():
             mask &= self.batch.coordinate(axis) == place
         return mask
 
@@ -148,7 +150,7 @@ class RoleLayout:
         return folds
 
     @property
-    def _collecting(self) -> dict[str, int]:
+    def collecting(self) -> dict[str, int]:
         """Where on each axis besides dp the results are: the first rank, but the last pipeline stage of Megatron."""
         return {
             axis: self.batch.axis_size("pp") - 1 if axis == "pp" else 0 for axis in self.batch.names if axis != "dp"
