@@ -123,6 +123,12 @@ class Arguments:
         """Compose."""
         return compose(self.overrides, self.config_dirs)
 
+    def text(self, command: str) -> str | None:
+        """What `--cfg job`, `--cfg help` or `--help` print instead of running `command`; None when none was given."""
+        if self.show is None:
+            return None
+        return usage(command, self.config_dirs) if self.show == "usage" else as_yaml(self.config(), self.show == "help")
+
     def reject_others(self) -> None:
         """Raise ConfigError when an option was given that nobody takes."""
         if self.other:

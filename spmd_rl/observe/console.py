@@ -63,7 +63,7 @@ class ConsoleTracker:
         if validation:
             self._print(Text(self.validation_line(validation, step), style="green"))
 
-    def samples(self, rows: Sequence[Sample], step: int) -> None:
+    def samples(self, rows: Sequence[Sample], step: int, kind: str = "train") -> None:
         """The first few replies, on one line each."""
         for row in rows[: self._show_samples]:
             shown = f"    {_one_line(row.get('prompt', ''), -60)} → {_one_line(row.get('response', ''), 90)}"

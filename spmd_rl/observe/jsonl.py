@@ -10,6 +10,8 @@ from typing import IO, Any
 from spmd_rl.config import Config
 from spmd_rl.observe.tracking import Metrics, Sample
 
+_PREFIX = {"train": "", "val": "val_"}
+
 
 class JsonlTracker:
     """Appends to files; a resumed run first cuts off what comes after the step it resumes from."""
@@ -18,8 +20,10 @@ class JsonlTracker:
     _file: IO[str]
 
     def start(self, config: Config, start_step: int, facts: Mapping[str, str]) -> None:
-        """Open metrics.jsonl, cut to `start_step`. A fresh run starts an empty one."""
+        """Open metrics.jsonl, cut to `start_step`; a fresh run puts an older one aside as metrics.previous.jsonl."""
         self._folder = Path(config.trainer.output_dir)
+        if start_step == 0 and (self._folder / "metrics.jsonl").exists():
+            os.replace(self._folder / "metrics.jsonl", self._folder / "metrics.previous.jsonl")
         truncate(self._folder, start_step if start_step > 0 else -1)
         self._file = (self._folder / "metrics.jsonl").open("a", encoding="utf-8")
 
@@ -28,14 +32,14 @@ class JsonlTracker:
         self._file.write(json.dumps({"step": step, **{name: _plain(value) for name, value in metrics.items()}}) + "\n")
         self._file.flush()
 
-    def samples(self, rows: Sequence[Sample], step: int) -> None:
-        """samples/<step>.jsonl, a line a reply."""
+    def samples(self, rows: Sequence[Sample], step: int, kind: str = "train") -> None:
+        """samples/<step>.jsonl (validation: val_<step>.jsonl), a line a reply."""
         folder = self._folder / "samples"
         folder.mkdir(exist_ok=True)
         lines = (
             json.dumps({"step": step, **{k: _plain(v) for k, v in row.items()}}, ensure_ascii=False) for row in rows
         )
-        (folder / f"{step}.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
+        (folder / f"{_PREFIX[kind]}{step}.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")
 
     def close(self) -> None:
         """Close the file."""
@@ -51,7 +55,8 @@ def truncate(folder: Path, last_step: int) -> None:
         fresh.write_text("".join(json.dumps(_plain_row(line)) + "\n" for line in kept), encoding="utf-8")
         os.replace(fresh, metrics)
     for file in (folder / "samples").glob("*.jsonl"):
-        if file.stem.isdigit() and int(file.stem) > last_step:
+        number = file.stem.removeprefix(_PREFIX["val"])
+        if number.isdigit() and int(number) > last_step:
             file.unlink()
 
 

@@ -30,7 +30,7 @@ class MlflowTracker:
         if self._id.is_new(step):
             mlflow.log_metrics({name.replace("@", "_at_"): float(value) for name, value in metrics.items()}, step=step)
 
-    def samples(self, rows: Sequence[Sample], step: int) -> None:
+    def samples(self, rows: Sequence[Sample], step: int, kind: str = "train") -> None:
         """Not sent: MLflow keeps numbers and files."""
 
     def close(self) -> None:

@@ -32,7 +32,7 @@ class TensorboardTracker:
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def samples(self, rows: Sequence[Sample], step: int) -> None:
+    def samples(self, rows: Sequence[Sample], step: int, kind: str = "train") -> None:
         """The first replies as text."""
         for place, row in enumerate(rows[:4]):
             shown = f"    {row.get('prompt', '')}\n\n    {row.get('response', '')}\n\nscore {row.get('score', '')}"

@@ -25,8 +25,8 @@ class Tracker(Protocol):
     def log(self, metrics: Metrics, step: int) -> None:
         """The metrics of a step. Training and validation of one step may come in two calls."""
 
-    def samples(self, rows: Sequence[Sample], step: int) -> None:
-        """Replies of a step."""
+    def samples(self, rows: Sequence[Sample], step: int, kind: str = "train") -> None:
+        """Replies of a step; `kind` is train or val."""
 
     def close(self) -> None:
         """Write out what is pending."""
@@ -55,12 +55,12 @@ class Trackers:
         for tracker in self._trackers:
             tracker.log(metrics, step)
 
-    def samples(self, rows: Sequence[Sample], step: int) -> None:
+    def samples(self, rows: Sequence[Sample], step: int, kind: str = "train") -> None:
         """At most `observe.samples_per_step` replies of a step, the first ones, to all; -1 means every one."""
         kept = list(rows) if self._samples_per_step < 0 else list(rows)[: self._samples_per_step]
         for tracker in self._trackers:
             if kept:
-                tracker.samples(kept, step)
+                tracker.samples(kept, step, kind)
 
     def close(self) -> None:
         """Close all."""

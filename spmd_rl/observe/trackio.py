@@ -30,7 +30,7 @@ class TrackioTracker:
         if self._id.is_new(step):
             trackio.log(dict(metrics), step=step)
 
-    def samples(self, rows: Sequence[Sample], step: int) -> None:
+    def samples(self, rows: Sequence[Sample], step: int, kind: str = "train") -> None:
         """Not sent: trackio keeps numbers."""
 
     def close(self) -> None:

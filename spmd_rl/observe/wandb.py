@@ -34,7 +34,7 @@ class WandbTracker:
         if self._id.is_new(step):
             self._run.log(dict(metrics), step=step)
 
-    def samples(self, rows: Sequence[Sample], step: int) -> None:
+    def samples(self, rows: Sequence[Sample], step: int, kind: str = "train") -> None:
         """Replies as a table."""
         if self._id.is_new(step):
             columns = list(rows[0])
