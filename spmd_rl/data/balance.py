@@ -144,34 +144,32 @@ class Assignment:
 
 def assign(
     lengths_N: Sequence[int],
-    minibatch_N: Sequence[int],
+    mini_batches: Sequence[Sequence[int]],
     dp_size: int,
     max_tokens: int,
     multiple_of: int = 1,
-    dp_of_row: Sequence[int] | None = None,
 ) -> Assignment:
     """Deal a global batch of N rows out to dp ranks and micro-batches.
 
-    `lengths_N` in tokens; `minibatch_N` numbers each row's mini-batch from 0 (see `consecutive`). Inside one, the rows
-    are balanced over the dp ranks (their numbers may differ, down to none), then each rank's rows go into
-    micro-batches of at most `max_tokens` tokens, as many on every rank. `dp_of_row` keeps rows where they already are:
-    another PPO epoch that draws other mini-batches moves no data.
+    `lengths_N` in tokens; `mini_batches`: the rows of each (see `consecutive`), over all epochs in order of the updates;
+    together they must name every row. Inside a mini-batch the rows are balanced over the dp ranks (their numbers may
+    differ, down to none), then each rank's rows go into micro-batches of at most `max_tokens` tokens, as many on every
+    rank. A row that comes again (another PPO epoch) stays on its rank, so that no data moves.
     """
     check_cap(lengths_N, max_tokens)
-    owner = list(dp_of_row) if dp_of_row is not None else [-1] * len(lengths_N)
-    minis: list[list[int]] = [[] for _ in range(max(minibatch_N, default=-1) + 1)]
-    for row, mini in enumerate(minibatch_N):
-        minis[mini].append(row)
+    owner = [-1] * len(lengths_N)
     micro = []
-    for rows in minis:
-        if dp_of_row is None:
-            for rank, part in enumerate(balance([lengths_N[i] for i in rows], dp_size)):
-                for at in part:
-                    owner[rows[at]] = rank
+    for rows in mini_batches:
+        fresh = [row for row in rows if owner[row] < 0]
+        for rank, part in enumerate(balance([lengths_N[row] for row in fresh], dp_size)):
+            for at in part:
+                owner[fresh[at]] = rank
         per_rank: list[list[int]] = [[] for _ in range(dp_size)]
         for row in rows:
             per_rank[owner[row]].append(row)
         micro.append(_equal_counts(lengths_N, per_rank, max_tokens, multiple_of))
+    if -1 in owner:
+        raise ValueError(f"assign: row {owner.index(-1)} of {len(owner)} is in no mini-batch")
     return Assignment(owner, micro)
 
 
@@ -193,9 +191,9 @@ def _equal_counts(
             return out
 
 
-def consecutive(n_rows: int, mini_batch_rows: int) -> list[int]:
-    """Mini-batch number of each row when mini-batches are consecutive rows; the last one may be smaller."""
-    return [row // mini_batch_rows for row in range(n_rows)]
+def consecutive(n_rows: int, mini_batch_rows: int) -> list[list[int]]:
+    """Mini-batches of consecutive rows of the global batch; the last one may be smaller."""
+    return [list(range(at, min(at + mini_batch_rows, n_rows))) for at in range(0, n_rows, mini_batch_rows)]
 
 
 def balance_report(lengths: Sequence[int], parts: Sequence[Sequence[int]]) -> dict[str, float]:

@@ -8,6 +8,7 @@ from typing import Any
 from spmd_rl.config import ConfigError
 from spmd_rl.config.roles import RewardConfig
 from spmd_rl.data.rows import Row
+from spmd_rl.data.tasks import DATA_SOURCE as TASK_SOURCE
 from spmd_rl.rewards.calls import Call, Job, Outcome, perform, wants_token_ids
 from spmd_rl.rewards.completion import Completion, Scored
 from spmd_rl.rewards.functions import NEEDS_NO_TRUTH, REWARDS, rule_for
@@ -23,11 +24,19 @@ SHOWN = 3
 class Scorer:
     """The reward functions of a run, in worker processes (`num_workers` > 0) or in this process.
 
-    `data_sources` are those that occur (`rows.data_sources`), `max_response_length` in tokens. Construct it before CUDA
-    starts and before a model is loaded: it raises `ConfigError` for a function that cannot be loaded or called.
+    `data_sources` are those that occur (`data.rows.data_sources`), `tasks` names of reasoning_gym tasks besides: what
+    their rules need is imported at the start. `max_response_length`: tokens. Construct it before CUDA starts and before
+    a model is loaded: it raises `ConfigError` for a function that cannot be loaded or called.
     """
 
-    def __init__(self, config: RewardConfig, *, tasks: Sequence[str] = (), max_response_length: int = 0):
+    def __init__(
+        self,
+        config: RewardConfig,
+        *,
+        data_sources: Sequence[str] = (),
+        tasks: Sequence[str] = (),
+        max_response_length: int = 0,
+    ):
         if config.weights and len(config.weights) != len(config.functions):
             raise ConfigError(
                 f"reward.weights has {len(config.weights)} entries, reward.functions has {len(config.functions)}"
@@ -38,13 +47,16 @@ class Scorer:
         self.weights = list(config.weights) or [1.0] * len(config.functions)
         self.stats: Counter[str] = Counter()
         """Since the start: replies, calls, errors (failed calls' replies), timeouts, crashes, given_up."""
+        sources = sorted({*data_sources, *(TASK_SOURCE + task.removeprefix(TASK_SOURCE) for task in tasks)})
         self._workers: Workers | None = None
         self._functions: list[Function] = []
         if config.num_workers and config.functions:
-            self._workers = Workers(config.num_workers, config.functions, dict(config.kwargs), tasks, config.timeout_s)
+            self._workers = Workers(
+                config.num_workers, config.functions, dict(config.kwargs), sources, config.timeout_s
+            )
             self.signatures: list[Signature] = self._workers.signatures
         else:
-            self._functions = prepare(config.functions, dict(config.kwargs), tasks)
+            self._functions = prepare(config.functions, dict(config.kwargs), sources)
             self.signatures = [f.signature for f in self._functions]
 
     @property

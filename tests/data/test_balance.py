@@ -94,7 +94,7 @@ def test_a_row_over_the_cap_is_the_users_mistake() -> None:
     with pytest.raises(ConfigError, match="a row of 101 tokens > max_tokens_per_micro_batch=100"):
         micro_batches([3, 101], 100)
     with pytest.raises(ConfigError, match="101 tokens"):
-        assign([3, 101], [0, 0], 2, 100)
+        assign([3, 101], [[0, 1]], 2, 100)
 
 
 @given(LENGTHS, st.integers(1, 12), st.integers(1, 8), st.integers(500, 1500), st.integers(1, 2))
@@ -113,7 +113,7 @@ def test_assign_deals_every_row_once_and_keeps_ranks_in_step(
         for rank, batches in enumerate(ranks):
             for rows in batches:
                 assert sum(lengths[i] for i in rows) <= cap
-                assert all(got.dp_of_row[i] == rank and minibatch[i] == number for i in rows)
+                assert all(got.dp_of_row[i] == rank and i in minibatch[number] for i in rows)
     assert sorted(i for rank in range(dp_size) for i in got.rows(rank)) == list(range(len(lengths)))
 
 
@@ -128,11 +128,19 @@ def test_mini_batches_do_not_depend_on_the_world_size() -> None:
     assert members(1) == members(2) == members(3) == members(8)
 
 
-def test_assign_keeps_rows_where_they_are() -> None:
-    first = assign([5, 6, 7, 8, 9, 10], consecutive(6, 3), 2, 20)
-    again = assign([5, 6, 7, 8, 9, 10], [1, 0, 1, 0, 1, 0], 2, 20, dp_of_row=first.dp_of_row)
-    assert again.dp_of_row == first.dp_of_row
-    assert sorted(again.mini_rows(0, 0) + again.mini_rows(0, 1)) == [1, 3, 5]
+def test_a_row_stays_on_its_rank_in_later_epochs() -> None:
+    lengths = [5, 6, 7, 8, 9, 10]
+    epochs = [*consecutive(6, 3), [1, 3, 5], [0, 2, 4]]
+    got = assign(lengths, epochs, 2, 20)
+    assert got.dp_of_row == assign(lengths, consecutive(6, 3), 2, 20).dp_of_row
+    for mini, rows in enumerate(epochs):
+        assert sorted(got.mini_rows(mini, 0) + got.mini_rows(mini, 1)) == sorted(rows)
+        assert all(got.dp_of_row[i] == rank for rank in (0, 1) for i in got.mini_rows(mini, rank))
+
+
+def test_a_row_in_no_mini_batch_is_a_mistake() -> None:
+    with pytest.raises(ValueError, match="row 1 of 2 is in no mini-batch"):
+        assign([5, 6], [[0]], 1, 20)
 
 
 def test_fewer_rows_than_ranks_leaves_some_without_work() -> None:

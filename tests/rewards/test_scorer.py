@@ -179,10 +179,12 @@ def test_other_config_mistakes() -> None:
     with pytest.raises(ConfigError, match=r"reward\.timeout_s=0"):
         Scorer(RewardConfig(timeout_s=0))
     with pytest.raises(ConfigError, match="knows no rule for data_source 'mine'"):
-        Scorer(RewardConfig(), tasks=["openai/gsm8k", "mine"])
+        Scorer(RewardConfig(), data_sources=["openai/gsm8k", "mine"])
     pytest.importorskip("reasoning_gym")
     with pytest.raises(ConfigError, match="unknown reasoning_gym task 'chain_sums'"):
-        Scorer(RewardConfig(), tasks=["reasoning_gym/chain_sums"])
+        Scorer(RewardConfig(), data_sources=["reasoning_gym/chain_sums"])
+    with pytest.raises(ConfigError, match="unknown reasoning_gym task 'chain_sums'"):
+        Scorer(RewardConfig(), tasks=["chain_sums"])
 
 
 def test_rows_that_cannot_be_scored_are_found_before_the_first_step(write: Write) -> None:

@@ -140,7 +140,7 @@ def test_workers_see_no_gpu_and_extras_always_come_back(scorer: Scorer) -> None:
 
 
 def test_many_cheap_rewards_take_well_under_a_millisecond_each() -> None:
-    with Scorer(RewardConfig(), tasks=["openai/gsm8k"]) as scorer:
+    with Scorer(RewardConfig(), data_sources=["openai/gsm8k"]) as scorer:
         start = time.monotonic()
         scored = scorer.score([group("#### 18", "17", uid=i) for i in range(1000)])
         assert time.monotonic() - start < 2.0
