@@ -1,0 +1,82 @@
+"""The console, as a pipe and as a terminal."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from spmd_rl.config import Config
+from spmd_rl.observe.console import ConsoleTracker
+
+STEP = {
+    "critic/score/mean": 0.25,
+    "response_length/mean": 4.125,
+    "actor/entropy": 1.5,
+    "actor/grad_norm": 0.5,
+    "perf/throughput": 123.4,
+    "perf/time_per_step": 6.0,
+    "timing_s/step": 6.0,
+    "timing_s/generate": 3.5,
+    "timing_s/update_actor": 2.0,
+    "timing_s/prompts": 0.01,
+    "reward/timeouts": 0.0,
+}
+
+
+def shown(config: Config, terminal: bool = False) -> str:
+    file = io.StringIO()
+    tracker = ConsoleTracker(Console(file=file, force_terminal=terminal, width=300, highlight=False, soft_wrap=True))
+    tracker.start(config, 0, {"model": "tiny", "layout": "fsdp 2", "steps": "3"})
+    tracker.log({"val-core/chain_sum/reward/mean@1": 0.2}, 0)
+    tracker.log(STEP, 1)
+    tracker.log({**STEP, "reward/timeouts": 2.0, "val-core/chain_sum/reward/mean@1": 0.3}, 2)
+    tracker.samples([{"prompt": "What is\n1 + 1?", "response": "2", "score": 1.0}, {"prompt": "other"}], 2)
+    tracker.close()
+    return file.getvalue()
+
+
+def test_into_a_pipe_there_is_one_plain_line_a_step(config: Config) -> None:
+    text = shown(config)
+    lines = text.splitlines()
+    assert "\x1b" not in text
+    assert lines[0].strip() == "spmd_rl  p/tiny"
+    assert any("layout" in line and "fsdp 2" in line for line in lines)
+    steps = [line for line in lines if line.startswith("step ")]
+    assert len(steps) == 2
+    assert steps[0].startswith("step 1/3  reward 0.250  len 4.1  entropy 1.500  grad 0.5  tok/s 123  6.0 s")
+    assert "(generate 3.5, update_actor 2.0)" in steps[0]
+    assert "timeouts" not in steps[0]
+    assert "reward/timeouts 2" in steps[1]
+    assert "left 0:0" in steps[0]
+
+
+def test_validation_shows_the_change_since_the_start(config: Config) -> None:
+    lines = [line for line in shown(config).splitlines() if line.startswith("validation")]
+    assert lines == [
+        "validation after step 0  chain_sum reward mean@1 0.200",
+        "validation after step 2  chain_sum reward mean@1 0.300 (+0.100)",
+    ]
+
+
+def test_a_few_samples_are_shown_on_one_line_each(config: Config) -> None:
+    config.observe.show_samples = 1
+    text = shown(config)
+    assert "What is 1 + 1? → 2  [1]" in text
+    assert "other" not in text
+    config.observe.show_samples = 0
+    assert "What is" not in shown(config)
+
+
+def test_a_terminal_gets_a_progress_bar_and_the_same_lines(config: Config) -> None:
+    text = shown(config, terminal=True)
+    assert "\x1b[" in text
+    assert "2/3" in text
+    assert "step 1/3  reward 0.250" in text
+
+
+@pytest.mark.parametrize("metrics", [{}, {"sft/loss": 1.25, "actor/lr": 1e-3}])
+def test_any_metrics_make_a_line(config: Config, metrics: dict[str, float]) -> None:
+    tracker = ConsoleTracker(Console(file=io.StringIO()))
+    tracker.start(config, 0, {})
+    line = tracker.step_line(metrics, 4)
+    assert line == ("step 4  loss 1.2500  lr 0.001" if metrics else "step 4")
