@@ -79,7 +79,8 @@ class ProcessGroups:
                 steps[-1] = (steps[-1][0], steps[-1][1] * size)
             else:
                 steps.append((stride, size))
-        return (self.kind in ("control", "bridge"), tuple(pool.name for pool in self.pools), tuple(steps))
+        kind = self.kind if self.kind in ("control", "bridge") else "pool"
+        return (kind, tuple(pool.name for pool in self.pools), tuple(steps))
 
 
 def process_groups(pools: dict[str, Pool], roles: dict[str, RoleLayout]) -> dict[str, ProcessGroups]:

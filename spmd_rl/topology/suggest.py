@@ -18,7 +18,7 @@ SIZES = (1, 2, 4, 8)
 
 @dataclass(frozen=True)
 class Suggestion:
-    """One candidate: the overrides in which it differs from the config, and either the plan's figures or the reason why it does not fit."""
+    """One candidate: where it differs from the config, and the plan's figures or why it does not fit."""
 
     overrides: tuple[str, ...]
     peak: int = 0
@@ -40,7 +40,7 @@ def suggest_text(config: Config, cluster: Cluster, most: int = 12) -> str:
     fits = [s for s in found if not s.reason]
     limit = card_bytes(config)
     rows = [[_shown(s), gib(s.peak), gib(limit - s.peak), seconds(s.bound)] for s in fits[:most]]
-    text = f"LAYOUTS THAT FIT ({len(fits)} of {len(found)} tried; `at least` bounds a step from below, it is no forecast)\n"
+    text = f"LAYOUTS THAT FIT ({len(fits)} of {len(found)} tried; `at least` is a step's lower bound, no forecast)\n"
     text += table(["overrides", "peak", "head-room", "at least"], rows, right=(1, 2, 3)) if rows else "  none"
     reasons: dict[str, list[Suggestion]] = {}
     for s in found[len(fits) :]:
@@ -58,7 +58,7 @@ def _more(same: list[Suggestion]) -> str:
 
 
 def _candidates(config: Config, cluster: Cluster) -> Iterator[dict[str, int | str | bool]]:
-    """Overrides of the sizes that matter most: FSDP shards and Ulysses, or tp, pp and ep; recompute; the rollout's tp."""
+    """The sizes that matter most: FSDP shards, Ulysses and recompute, or tp, pp and ep; and the rollout's tp."""
     a_host = int(cluster.counts[0])
     infer = SIZES if config.rollout.name == "vllm" and config.trainer.mode != "sft" else (1,)
     for fsdp, sp, recompute, tp in product(sorted({-1, a_host}), SIZES, (True, False), infer):

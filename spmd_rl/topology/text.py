@@ -55,7 +55,9 @@ def table(head: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence
 
 
 def gib(size: float) -> str:
-    """Bytes as `12.3 GiB`, small ones in MiB."""
+    """Bytes as `12.3 GiB`, small ones in MiB, `-` for nothing."""
+    if size <= 0:
+        return "-"
     return f"{size / GIB:.1f} GiB" if size >= GIB / 10 else f"{size / 2**20:.1f} MiB"
 
 

@@ -8,7 +8,7 @@ const make = (tag, cls, ...inside) => {
   return node;
 };
 const GIB = 2 ** 30;
-const size = (b) => (b >= GIB / 10 ? (b / GIB).toFixed(1) + " GiB" : (b / 2 ** 20).toFixed(1) + " MiB");
+const size = (b) => (b <= 0 ? "–" : b >= GIB / 10 ? (b / GIB).toFixed(1) + " GiB" : (b / 2 ** 20).toFixed(1) + " MiB");
 const time = (s) => (s >= 1 ? s.toFixed(1) + " s" : s >= 1e-3 ? (s * 1e3).toFixed(1) + " ms" : (s * 1e6).toFixed(0) + " µs");
 const tone = (i) => `var(--a${i % 5})`;
 const MOST = 4096;
@@ -273,3 +273,4 @@ for (const row of $("groups").querySelectorAll("tbody tr")) row.lastChild.classN
 drawNodes();
 drawTimeline();
 choosePhase(plan.phases.find((p) => p.name === "update") || plan.phases[0]);
+choose(0);
