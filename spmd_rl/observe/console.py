@@ -94,10 +94,9 @@ class ConsoleTracker:
         for name, value in validation.items():
             if name.endswith("/std"):
                 continue
-            _, source, variable, metric = name.split("/", 3)
             first = self._first_validation.setdefault(name, value)
             change = f" ({value - first:+.3f})" if step > self._start_step else ""
-            words.append(f"{source} {variable} {metric} {value:.3f}{change}")
+            words.append(f"{_metric_words(name)} {value:.3f}{change}")
         return "  ".join(words)
 
     def _print(self, text: Text) -> None:
@@ -114,6 +113,13 @@ def _progress(console: Console, start_step: int, steps: int) -> Progress:
     progress.add_task("steps", total=steps, completed=start_step, left="?")
     progress.start()
     return progress
+
+
+def _metric_words(name: str) -> str:
+    """`val-core/openai/gsm8k/reward/best@4/mean` as `gsm8k reward best@4`: a data source may hold slashes itself."""
+    parts = name.split("/")
+    place = next((i for i, part in enumerate(parts) if "@" in part), len(parts) - 1)
+    return " ".join(parts[max(place - 2, 1) : place + 1])
 
 
 def _times(metrics: Metrics) -> list[str]:
