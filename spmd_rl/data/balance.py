@@ -5,7 +5,7 @@ Needs neither torch nor a tokenizer.
 """
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -53,8 +53,13 @@ class _Partial:
         return _Partial(mine + joined + theirs[len(meeting) :], self.k)
 
 
-def balance(lengths: Sequence[int], parts: int, equal_size: bool = False) -> list[list[int]]:
-    """Split rows of `lengths` tokens into `parts` lists of row indices with nearly equal `workload` (the largest
+def balance(
+    lengths: Sequence[int],
+    parts: int,
+    equal_size: bool = False,
+    cost: Callable[[Sequence[int]], Sequence[int]] = workload,
+) -> list[list[int]]:
+    """Split rows of `lengths` tokens into `parts` lists of row indices with nearly equal summed `cost` (the largest
     differencing method of Karmarkar and Karp, 1982).
 
     Each list ascends. With `equal_size` every list has the same number of rows, so `parts` must divide them. Fewer rows
@@ -67,7 +72,7 @@ def balance(lengths: Sequence[int], parts: int, equal_size: bool = False) -> lis
     if not lengths:
         return [[] for _ in range(parts)]
     take = parts if equal_size else 1
-    rows = [_Bin(cost, 1, [i]) for cost, i in sorted((cost, i) for i, cost in enumerate(workload(lengths)))]
+    rows = [_Bin(c, 1, [i]) for c, i in sorted((c, i) for i, c in enumerate(cost(lengths)))]
     heap = [_Partial(rows[at : at + take], parts) for at in range(0, len(rows), take)]
     heapq.heapify(heap)
     while len(heap) > 1:
@@ -151,7 +156,7 @@ def assign(
 ) -> Assignment:
     """Deal a global batch of N rows out to dp ranks and micro-batches.
 
-    `lengths_N` in tokens; `mini_batches`: the rows of each (see `consecutive`), over all epochs in order of the updates;
+    `lengths_N` in tokens; `mini_batches`: the rows of each (see `consecutive`), over all epochs in order of the update;
     together they must name every row. Inside a mini-batch the rows are balanced over the dp ranks (their numbers may
     differ, down to none), then each rank's rows go into micro-batches of at most `max_tokens` tokens, as many on every
     rank. A row that comes again (another PPO epoch) stays on its rank, so that no data moves.

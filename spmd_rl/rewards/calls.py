@@ -3,6 +3,7 @@
 import asyncio
 import inspect
 import math
+import numbers
 import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -110,7 +111,7 @@ def _outcome(result: Any) -> Outcome:
     if isinstance(result, dict):
         if "score" not in result:
             raise ValueError(f"the function returned a dict without 'score': {', '.join(map(str, result))}")
-        extra = {str(k): v for k, v in result.items() if k != "score"}
+        extra = {str(k): plain(v) for k, v in result.items() if k != "score"}
         result = result["score"]
     if result is None:
         return Outcome(0.0, extra, None)
@@ -118,3 +119,16 @@ def _outcome(result: Any) -> Outcome:
     if not math.isfinite(score):
         return Outcome(score, extra, f"the function returned {score}")
     return Outcome(score, extra, None)
+
+
+def plain(value: Any) -> Any:
+    """Numbers, texts, and lists and dicts of them; anything else as its text: a rank need not know their classes."""
+    if isinstance(value, dict):
+        return {str(k): plain(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(v) for v in value]
+    if type(value) in (str, int, float, bool, type(None)):
+        return value
+    if isinstance(value, numbers.Number) and not isinstance(value, complex) and hasattr(value, "item"):
+        return value.item()  # numpy's
+    return str(value)

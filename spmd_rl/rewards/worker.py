@@ -9,13 +9,12 @@ module again, torch and all.
 import contextlib
 import ctypes
 import os
-import pickle
 import signal
 import sys
 from multiprocessing.connection import Connection
 
 from spmd_rl.config import ConfigError
-from spmd_rl.rewards.calls import Job, Outcome, perform
+from spmd_rl.rewards.calls import Job, perform
 from spmd_rl.rewards.loading import prepare
 
 PR_SET_PDEATHSIG = 1
@@ -43,15 +42,7 @@ def serve(socket: Connection) -> None:
     while True:
         job: Job = socket.recv()
         for call in job.calls:
-            socket.send_bytes(_pickled(perform(call, job, functions)))
-
-
-def _pickled(outcomes: list[Outcome]) -> bytes:
-    """Extras that cannot be pickled travel as their text."""
-    try:
-        return pickle.dumps(outcomes)
-    except Exception:
-        return pickle.dumps([Outcome(o.score, {k: repr(v) for k, v in o.extra.items()}, o.error) for o in outcomes])
+            socket.send(perform(call, job, functions))
 
 
 def main() -> None:

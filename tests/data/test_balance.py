@@ -73,6 +73,13 @@ def test_equal_size_gives_every_part_the_same_number(lengths: list[int], parts: 
     assert {len(rows) for rows in got} == {len(lengths)}
 
 
+def test_another_cost_may_be_balanced() -> None:
+    """A row of 10,000 tokens weighs as much as 10 rows of 1,000 by tokens, and as 13.5 by work (attention)."""
+    lengths = [10_000] + [1000] * 20
+    assert sorted(map(len, balance(lengths, 2, cost=list))) == [6, 15]
+    assert sorted(map(len, balance(lengths, 2))) == [4, 17]
+
+
 def test_equal_size_refuses_what_does_not_divide() -> None:
     with pytest.raises(ValueError, match="parts=2 does not divide 3 rows"):
         balance([1, 2, 3], 2, equal_size=True)

@@ -9,7 +9,9 @@ import pytest
 
 from spmd_rl.config import ConfigError
 from spmd_rl.config.roles import RewardConfig
-from spmd_rl.rewards import Scorer
+from spmd_rl.config.run import DataConfig, SourceConfig
+from spmd_rl.data.rows import data_sources, load_rows
+from spmd_rl.rewards import Completion, Scorer
 from spmd_rl.rewards.scorer import overlong_penalty
 from tests.rewards.groups import group
 
@@ -223,6 +225,19 @@ def test_overlong_penalty_is_dapos() -> None:
     assert (short.score, short.extra["overlong_reward"]) == (0.0, 0.0)
     assert (long.score, long.extra["overlong_reward"]) == (-0.5, -0.5)
     assert overlong_penalty(10, 10, RewardConfig()) == 0.0
+
+
+def test_a_tasks_rows_are_scored_by_its_own_scorer_in_a_worker() -> None:
+    pytest.importorskip("reasoning_gym")
+    source = SourceConfig(task="chain_sum", size=4, task_kwargs={"max_terms": 3})
+    rows = load_rows(source, DataConfig())
+    groups = [
+        [Completion(row, row.index, i, "", text, []) for i, text in enumerate([row.ground_truth, "no idea"])]
+        for row in rows
+    ]
+    with Scorer(RewardConfig(), data_sources=data_sources(rows)) as scorer:
+        scorer.check(rows)
+        assert all(right.score == 1 > wrong.score for right, wrong in scorer.score(groups))
 
 
 def test_nothing_to_score() -> None:

@@ -32,10 +32,13 @@ CODE = """
         if solution_str == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         if solution_str == "lambda":
-            return {"score": 1.0, "what": lambda: 0}
+            return {"score": 1.0, "what": lambda: 0, "mine": Mine(), "list": [1, (2.5, None)]}
         if solution_str == "env":
             return {"score": 1.0, "env": dict(os.environ), "pid": os.getpid()}
         return 1.0
+    class Mine:
+        def __str__(self):
+            return "mine"
     def group_reward(completions, **kwargs):
         if "hang" in completions:
             time.sleep(1000)
@@ -136,6 +139,7 @@ def test_workers_see_no_gpu_and_extras_always_come_back(scorer: Scorer) -> None:
     assert env.extra["env"]["CUDA_VISIBLE_DEVICES"] == ""
     assert env.extra["pid"] in pids(scorer)
     assert "<lambda>" in odd.extra["what"]
+    assert (odd.extra["mine"], odd.extra["list"]) == ("mine", [1, [2.5, None]])
     assert odd.score == 1.0
 
 
