@@ -115,7 +115,7 @@ def gpg(scores: Tensor, group: Tensor, f_norm: float = 1.0) -> Tensor:
     Chu et al., GPG: A Simple and Strong Reinforcement Learning Baseline for Model Reasoning, arXiv 2504.02546.
     """
     mean, _ = group_mean_std(scores.double(), group)
-    alpha = len(scores) / torch.count_nonzero(scores).clamp(min=1)
+    alpha = len(scores) / torch.count_nonzero(scores).clamp(min=1).double()
     return (alpha * (scores - mean) / f_norm).to(scores.dtype)
 
 

@@ -15,6 +15,8 @@ mini-batch that is spread over dp ranks and cut into micro-batches:
    `value.backward()`. Values and gradients of all micro-batches and ranks *sum* to those of the mini-batch; an engine
    that averages gradients over dp ranks multiplies by their number. A micro-batch may be empty (T = 0): its value is 0
    and has a gradient of 0.
+   Entropy bonus and KL loss join it as `aggregate(entropy_T or kl_penalty(...), mask, row, rows, loss_agg_mode,
+   totals)`.
 5. Add up `metrics`, (sum, weight) by name, over micro-batches and ranks; sum / weight is the metric.
 
 `share` is `aggregate(loss(batch, **settings)[0], ...)`. A loss with an `agg_mode` of its own (gspo, sapo, geo_mean)

@@ -5,6 +5,7 @@ Shapes: T response tokens of R rows, packed row after row; `row` int64 [T] says 
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,6 +42,14 @@ class TokenBatch:
     """int64 [R]: the prompt. Only `statistics` reads it and the next."""
     sample: Tensor | None = None
     """int64 [R]: which of the prompt's samples."""
+
+    @classmethod
+    def from_padded(cls, *, response_mask: Tensor, **columns: Tensor | None) -> "TokenBatch":
+        """From [R, L] tensors, `uid` and `sample` [R]: every place becomes a token, padding one with mask 0."""
+        rows, length = response_mask.shape
+        row = torch.arange(rows, device=response_mask.device).repeat_interleave(length)
+        packed: Any = {name: None if c is None else c.flatten() for name, c in columns.items()}
+        return cls(response_mask=response_mask.flatten(), row=row, rows=rows, **packed)
 
     def with_columns(self, **columns: Tensor | None) -> "TokenBatch":
         """A copy with some columns put in, e.g. what `statistics` returned for these tokens."""

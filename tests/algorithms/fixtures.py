@@ -45,14 +45,6 @@ def close(actual: Tensor | float, expected: Any, dtype: torch.dtype, rtol: float
     torch.testing.assert_close(found, wanted, rtol=rtol, atol=atol, equal_nan=True)
 
 
-def packed(padded: dict[str, Tensor], response_mask: Tensor, **columns: Any) -> TokenBatch:
-    """Every place of a padded [N, L] batch as a token, with mask 0 where it is padding."""
-    n, length = response_mask.shape
-    row = torch.arange(n).repeat_interleave(length)
-    flat = {k: v.flatten() for k, v in padded.items()}
-    return TokenBatch(**flat, response_mask=response_mask.flatten(), row=row, rows=n, **columns)
-
-
 def totals_of(batch: TokenBatch) -> BatchTotals:
     return BatchTotals.of(batch.response_mask, batch.row, batch.rows)
 

@@ -1,3 +1,4 @@
+import statistics
 from typing import Any
 
 import pytest
@@ -193,6 +194,61 @@ def test_finite_masked_and_independent_of_row_order(batch: dict[str, Tensor], na
     random.shuffle(order)
     again, _ = ADVANTAGES[name](**{k: v[order] for k, v in batch.items()})
     torch.testing.assert_close(again, advantages[order], rtol=1e-9, atol=1e-9)
+
+
+def by_loops(name: str, batch: dict[str, Tensor]) -> list[float]:
+    """The row advantages (before whitening) as one would write them with loops."""
+    scores, group = batch["token_level_rewards"].sum(-1).tolist(), batch["group"].tolist()
+    lengths, found = batch["response_mask"].sum(-1).tolist(), []
+    for i, (score, g) in enumerate(zip(scores, group, strict=True)):
+        members = [j for j, other in enumerate(group) if other == g]
+        own = [scores[j] for j in members]
+        alone = len(members) == 1
+        mean, std = (0.0, 1.0) if alone else (statistics.mean(own), statistics.stdev(own))
+        if name == "grpo":
+            found.append((score - mean) / (std + 1e-6))
+        elif name == "grpo_passk":
+            ranked = sorted(own, reverse=True)
+            found.append((ranked[0] - ranked[1]) / (std + 1e-6) if score == ranked[0] else 0.0)
+        elif name == "rloo":
+            found.append(score - statistics.mean(scores[j] for j in members if j != i) if not alone else score)
+        elif name == "opo":
+            tokens = sum(lengths[j] for j in members)
+            base = sum(lengths[j] * scores[j] for j in members) / tokens if tokens and not alone else 0.0
+            found.append(score - base)
+        elif name == "gpg":
+            found.append((score - mean) * len(scores) / max(sum(s != 0 for s in scores), 1))
+        else:
+            found.append(score - mean)
+    return found
+
+
+@pytest.mark.parametrize("name", ["grpo", "grpo_passk", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline"])
+@settings(max_examples=40, deadline=None)
+@given(batch=batches())
+def test_group_estimators_are_what_loops_over_groups_give(name: str, batch: dict[str, Tensor]) -> None:
+    if name == "grpo_passk" and (torch.bincount(batch["group"]) < 2).any():
+        with pytest.raises(ValueError, match="at least 2 replies"):
+            ADVANTAGES[name](**batch)
+        return
+    mask = batch["response_mask"]
+    expected = torch.tensor(by_loops(name, batch), dtype=torch.float64)[:, None] * mask
+    if name == "reinforce_plus_plus_baseline":
+        expected = masked_whiten(expected, mask) * mask
+    torch.testing.assert_close(ADVANTAGES[name](**batch)[0], expected, rtol=1e-9, atol=1e-9)
+
+
+@settings(max_examples=40, deadline=None)
+@given(batches(), st.sampled_from([0.5, 1.0]))
+def test_reinforce_plus_plus_starts_anew_after_each_masked_token(batch: dict[str, Tensor], gamma: float) -> None:
+    rewards, mask = batch["token_level_rewards"].tolist(), batch["response_mask"].tolist()
+    _, returns = ADVANTAGES["reinforce_plus_plus"](**batch, gamma=gamma)
+    for i, row in enumerate(rewards):
+        carried = 0.0
+        for t in reversed(range(len(row))):
+            carried = row[t] + gamma * carried
+            assert float(returns[i, t]) == pytest.approx(carried, abs=1e-12)
+            carried *= mask[i][t]
 
 
 @settings(max_examples=40, deadline=None)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spmd_rl.algorithms import AGGREGATIONS, POLICY_LOSSES, BatchTotals, TokenBatch, aggregate
 
-from .fixtures import DTYPES, cases, close, load, packed, settings_of, take, tensor, tensors, totals_of
+from .fixtures import DTYPES, cases, close, load, settings_of, take, tensor, tensors, totals_of
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "dro": {"dro_beta": 0.5},
@@ -73,7 +73,7 @@ def same(name: str, batch: TokenBatch, layout: Layout, mode: str, given_settings
 
 def layout_batch(case: dict[str, Any]) -> TokenBatch:
     columns = tensors(case["inputs"], ("old_log_prob", "log_prob", "advantages"), torch.float64)
-    return packed(columns, tensor(case["inputs"]["response_mask"], torch.float64))
+    return TokenBatch.from_padded(**columns, response_mask=tensor(case["inputs"]["response_mask"], torch.float64))
 
 
 def layouts() -> list[Layout]:

@@ -1,3 +1,4 @@
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -9,7 +10,7 @@ from spmd_rl.algorithms import POLICY_LOSSES, BatchTotals, PolicyLoss, Statistic
 from spmd_rl.algorithms.covariance_losses import token_hash
 from spmd_rl.config import ConfigError
 
-from .fixtures import DTYPES, cases, close, packed, settings_of, take, tensor, tensors, totals_of
+from .fixtures import DTYPES, cases, close, settings_of, take, tensor, tensors, totals_of
 
 COLUMNS = ("old_log_prob", "log_prob", "advantages", "rollout_is_weights")
 PLAIN = ("vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "cispo", "gpg", "dro", "kl_cov", "bypass_mode")
@@ -19,7 +20,7 @@ def load_batch(case: dict[str, Any], dtype: torch.dtype) -> tuple[TokenBatch, Te
     """The packed batch and the padded leaf that its log_prob comes from."""
     columns = tensors(case["inputs"], COLUMNS, dtype)
     leaf = columns["log_prob"].requires_grad_()
-    return packed(columns, tensor(case["inputs"]["response_mask"], dtype)), leaf
+    return TokenBatch.from_padded(response_mask=tensor(case["inputs"]["response_mask"], dtype), **columns), leaf
 
 
 def with_statistics(loss: PolicyLoss, batch: TokenBatch, settings: dict[str, Any]) -> tuple[TokenBatch, Statistics]:
@@ -117,7 +118,9 @@ def some_batch(rows: int = 6, length: int = 5, seed: int = 0) -> TokenBatch:
     columns["log_prob"], columns["old_log_prob"] = -columns["log_prob"].abs(), -columns["old_log_prob"].abs()
     columns["advantages"] = columns["advantages"][:, :1].expand(rows, length)
     mask = (torch.rand(rows, length) > 0.2).double()
-    return packed(columns, mask, uid=torch.arange(rows) // 2 + 100, sample=torch.arange(rows) % 2)
+    return TokenBatch.from_padded(
+        **columns, response_mask=mask, uid=torch.arange(rows) // 2 + 100, sample=torch.arange(rows) % 2
+    )
 
 
 @pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
@@ -137,7 +140,7 @@ def test_the_selection_is_of_tokens_not_of_places(name: str) -> None:
 
 def test_kl_cov_selects_the_wanted_number_among_equal_covariances() -> None:
     ones = torch.ones(4, 5, dtype=torch.float64)
-    batch = packed({"log_prob": -ones, "old_log_prob": -ones, "advantages": ones}, ones)
+    batch = TokenBatch.from_padded(log_prob=-ones, old_log_prob=-ones, advantages=ones, response_mask=ones)
     assert POLICY_LOSSES["kl_cov"].statistics(batch, kl_cov_ratio=0.25).columns["selected"].sum() == 5
 
 
@@ -165,6 +168,37 @@ def test_what_stands_under_mask_0_is_never_read() -> None:
         assert all(total.isfinite() for total, _ in metrics.values()), name
         clean, _ = with_statistics(loss, batch, settings)
         torch.testing.assert_close(value, loss.share(clean, totals=totals_of(clean), **settings)[0])
+
+
+def test_padding_changes_nothing() -> None:
+    """The same rows without their masked places: same loss and metrics, same gradient at the tokens that count."""
+    batch = some_batch().with_columns(uid=None, sample=None)
+    counted = batch.response_mask > 0
+    names = ("log_prob", "old_log_prob", "advantages", "response_mask", "row")
+    tight = batch.with_columns(**{n: getattr(batch, n)[counted] for n in names})
+    for name, loss in POLICY_LOSSES.items():
+        settings = {"dro_beta": 0.1, "clip_cov_ratio": 1.0, "clip_cov_lb": 0.1, "kl_cov_ratio": 0.3}
+        found = []
+        for one in (batch, tight):
+            leaf = one.log_prob.clone().requires_grad_()
+            ready, _ = with_statistics(loss, one.with_columns(log_prob=leaf), settings)
+            value, metrics = loss.share(ready, totals=totals_of(ready), mode="seq-mean-token-mean", **settings)
+            found.append((value.detach(), torch.autograd.grad(value, leaf)[0], metrics))
+        torch.testing.assert_close(found[0][0], found[1][0], msg=name)
+        torch.testing.assert_close(found[0][1][counted], found[1][1], msg=name)
+        assert not found[0][1][~counted].any()
+        for key, (total, weight) in found[0][2].items():
+            torch.testing.assert_close((total, weight), found[1][2][key])
+
+
+def test_ratios_are_bounded() -> None:
+    """Log-ratio 50 and A = -1: the token losses see exp(20), gspo's sequence exp(10), and none overflows."""
+    one = torch.ones(1, 2, dtype=torch.float64)
+    batch = TokenBatch.from_padded(log_prob=0 * one, old_log_prob=-50 * one, advantages=-one, response_mask=one)
+    loose = {"clip_ratio": 1e12, "clip_ratio_c": 1e12, "dro_beta": 0.1}
+    assert POLICY_LOSSES["vanilla"](batch, **loose)[0].tolist() == pytest.approx([math.exp(20)] * 2)
+    assert POLICY_LOSSES["gspo"](batch, **loose)[0].tolist() == pytest.approx([math.exp(10)] * 2)
+    assert POLICY_LOSSES["vanilla"](batch, clip_ratio_c=3.0)[0].tolist() == [3.0, 3.0]
 
 
 def test_an_empty_micro_batch_adds_nothing_and_still_has_a_gradient() -> None:

@@ -6,7 +6,18 @@ import pytest
 import torch
 
 import spmd_rl.algorithms
-from spmd_rl.algorithms import ADVANTAGES, AGGREGATIONS, KL_ALIASES, POLICY_LOSSES, REJECTION_RULES, resolve
+from spmd_rl.algorithms import (
+    ADVANTAGES,
+    AGGREGATIONS,
+    KL_ALIASES,
+    POLICY_LOSSES,
+    REJECTION_RULES,
+    BatchTotals,
+    TokenBatch,
+    advantage_estimator,
+    policy_loss,
+    resolve,
+)
 from spmd_rl.config import ConfigError
 
 FOLDER = Path(spmd_rl.algorithms.__file__).parent
@@ -49,6 +60,25 @@ def test_the_page_has_every_name() -> None:
     page = (FOLDER.parents[1] / "docs" / "algorithms.md").read_text()
     names = [*ADVANTAGES, *POLICY_LOSSES, *KL_ALIASES, *AGGREGATIONS, *REJECTION_RULES]
     assert [name for name in names if f"`{name}`" not in page] == []
+
+
+def test_the_pages_own_functions_run(tmp_path: Path) -> None:
+    page = (FOLDER.parents[1] / "docs" / "algorithms.md").read_text()
+    file = tmp_path / "mine.py"
+    file.write_text(page.split("```python\n")[1].split("```")[0])
+    advantages, _ = advantage_estimator(f"{file}:centred")(
+        token_level_rewards=torch.tensor([[1.0], [0.0]]), response_mask=torch.ones(2, 1), group=torch.tensor([0, 0])
+    )
+    assert advantages.tolist() == [[0.5], [-0.5]]
+    log_prob = torch.full((2, 1), -1.0, requires_grad=True)
+    batch = TokenBatch.from_padded(
+        log_prob=log_prob, old_log_prob=log_prob.detach(), advantages=advantages, response_mask=torch.ones(2, 1)
+    )
+    value, metrics = policy_loss(f"{file}:soft").share(batch, totals=BatchTotals(2, 2))
+    value.backward()
+    assert log_prob.grad is not None
+    assert log_prob.grad.tolist() == [[-0.25], [0.25]]
+    assert metrics["actor/soft_weight"] == (2.0, 2.0)
 
 
 def test_a_file_is_run_once(tmp_path: Path) -> None:
