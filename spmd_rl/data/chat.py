@@ -78,10 +78,10 @@ def conversation(row: Row, data: DataConfig) -> Messages:
     """The row's messages, ending in the assistant's turn."""
     if row.chat[-1]["role"] == "assistant":
         return row.chat
-    if data.response_key not in row.columns:
+    if row.columns.get(data.response_key) is None:
         raise ConfigError(
-            f"{row.where}: no reply to learn from: the messages do not end in an assistant turn, and there is no "
-            f"column '{data.response_key}' (data.response_key); the columns are {', '.join(sorted(row.columns))}"
+            f"{row.where}: no reply to learn from: the messages do not end in an assistant turn, and there is "
+            f"nothing in column '{data.response_key}' (data.response_key); the columns are {', '.join(sorted(row.columns))}"
         )
     return [*row.chat, {"role": "assistant", "content": str(row.columns[data.response_key])}]
 

@@ -78,7 +78,7 @@ def test_overlong(tmp_path: Path) -> None:
 
 
 def test_no_reply(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"t\.jsonl:1: no reply to learn from.*no column 'response'.*answer"):
+    with pytest.raises(ConfigError, match=r"t\.jsonl:1: no reply to learn from.*nothing in column 'response'.*answer"):
         build(tmp_path, {"prompt": "hi", "answer": "ho"})
 
 
