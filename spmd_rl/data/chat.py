@@ -80,8 +80,8 @@ def conversation(row: Row, data: DataConfig) -> Messages:
         return row.chat
     if row.columns.get(data.response_key) is None:
         raise ConfigError(
-            f"{row.where}: no reply to learn from: the messages do not end in an assistant turn, and there is "
-            f"nothing in column '{data.response_key}' (data.response_key); the columns are {', '.join(sorted(row.columns))}"
+            f"{row.where}: no reply to learn from: the messages do not end in an assistant turn, and there is nothing "
+            f"in column '{data.response_key}' (data.response_key); the columns are {', '.join(sorted(row.columns))}"
         )
     return [*row.chat, {"role": "assistant", "content": str(row.columns[data.response_key])}]
 
