@@ -10,6 +10,8 @@ from pathlib import Path
 
 from spmd_rl.config import ConfigError
 from spmd_rl.config.load import parse_arguments
+from spmd_rl.topology.cluster import Cluster
+from spmd_rl.topology.plan import Plan
 
 USER_ERROR = 2
 """Exit status of a command that was called wrongly: wrong option, wrong config."""
@@ -33,7 +35,7 @@ COMMANDS: dict[str, Command] = {
     "launch": Command("spmd_rl._launch.command", "start or submit a job: torchrun, Slurm, torchx"),
     "status": Command("spmd_rl._launch.status", "how submitted jobs are doing"),
     "doctor": Command("spmd_rl.doctor", "what this machine has and what is missing"),
-    "export": Command("spmd_rl.trainer.export", "write a checkpoint as a Hugging Face folder"),
+    "export": Command("spmd_rl.export", "write a checkpoint as a Hugging Face folder"),
     "from-verl": Command("spmd_rl.config.from_verl", "translate a verl command line or script"),
     "report": Command("spmd_rl.observe.report", "the end of a run in a few lines, and its curve"),
 }
@@ -51,7 +53,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if name not in COMMANDS:
             raise ConfigError(f"there is no command {name!r}; there are: {', '.join(available())}")
-        return _ranked(name, rest) if name in RANKED else find_main(name)(rest)
+        return run_on_ranks(name, rest) if name in RANKED else find_main(name)(rest)
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return USER_ERROR
@@ -75,29 +77,37 @@ def available() -> list[str]:
     return [name for name, command in COMMANDS.items() if _exists(command.module)]
 
 
-def find_main(name: str) -> Callable[[list[str]], int]:
-    """A command's main. Raises ConfigError when this installation does not have it."""
+def find_module(name: str) -> str:
+    """A command's module. Raises ConfigError when this installation does not have it."""
     _adopt_launch()
     module = COMMANDS[name].module
     if not _exists(module):
         raise ConfigError(f"spmd-rl {name} is not part of this version yet ({module} is missing)")
-    found: Callable[[list[str]], int] = importlib.import_module(module).main
+    return module
+
+
+def find_main(name: str) -> Callable[[list[str]], int]:
+    """A command's main. Raises ConfigError when this installation does not have it."""
+    found: Callable[[list[str]], int] = importlib.import_module(find_module(name)).main
     return found
 
 
-def _ranked(name: str, argv: list[str]) -> int:
-    """Check the config here, once; then run in this process, or start torchrun with the same arguments."""
+def run_on_ranks(name: str, argv: list[str]) -> int:
+    """Run in this process, or check config and plan here, once, and start torchrun with the same arguments."""
     argv, nproc = take_option(argv, "--nproc")
     arguments = parse_arguments(argv)
     shown = arguments.text(f"spmd-rl {name} [--nproc N]")
     if shown is not None:
         print(shown, end="")
         return 0
+    module = find_module(name)
     if nproc is None:
         return find_main(name)(argv)
-    arguments.config()
-    find_main(name)
-    command = torchrun_command(COMMANDS[name].module, argv, nproc)
+    arguments.reject_others()
+    command = torchrun_command(module, argv, nproc)
+    config = arguments.config()
+    if nproc.isdigit():
+        Plan.from_config(config, Cluster.from_counts([int(nproc)]))
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(nproc)))
     sys.stdout.flush()
     os.execv(command[0], command)

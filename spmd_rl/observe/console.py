@@ -1,12 +1,12 @@
 """The console: a header, a line a step, validation, a few replies; with a progress bar when it is a terminal."""
 
+import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 from rich.text import Text
 
 from spmd_rl.config import Config
@@ -20,9 +20,12 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("entropy", ("actor/entropy",), ".3f"),
     ("grad", ("actor/grad_norm", "sft/grad_norm"), ".3g"),
     ("lr", ("actor/lr", "sft/lr"), ".2g"),
-    ("tok/s", ("perf/tokens_per_second", "perf/throughput"), ".0f"),
+    ("tok/s/rank", ("perf/throughput",), ".0f"),
 )
 """What a step's line shows: label, the metrics of which the first present is taken, format."""
+
+CHAT_MARKER = re.compile(r"<\|im_start\|>\w*|<\|start_header_id\|>\w*|<\|[^|<>]*\|>")
+"""What a chat template puts around the turns; not worth a reader's eye."""
 
 WARN_ABOVE_ZERO = ("reward/errors", "reward/timeouts", "actor/skipped_updates")
 """Counters that are shown only when something happened."""
@@ -44,11 +47,11 @@ class ConsoleTracker:
         self._steps = int(facts.get("steps", 0))
         title = f"spmd_rl  {config.trainer.project_name}/{config.trainer.experiment_name}"
         self._console.print(Text(title, style="bold"))
-        grid = Table.grid(padding=(0, 2))
         resumed = {"resumed": f"after step {start_step}"} if start_step else {}
-        for name, value in {**facts, "output": config.trainer.output_dir, **resumed}.items():
-            grid.add_row(Text(f"  {name}", style="cyan"), str(value))
-        self._console.print(grid)
+        lines = {**facts, "output": config.trainer.output_dir, **resumed}
+        width = max(map(len, lines))
+        for name, value in lines.items():
+            self._console.print(Text.assemble("  ", (name.ljust(width), "cyan"), f"  {value}"))
         self._started = time.monotonic()
         if self._console.is_terminal and self._steps:
             self._progress = _progress(self._console, start_step, self._steps)
@@ -134,8 +137,8 @@ def _times(metrics: Metrics) -> list[str]:
 
 
 def _one_line(text: object, width: int) -> str:
-    """Text without line breaks, cut to its first `width` characters, or to its last ones when negative."""
-    folded = " ".join(str(text).split())
+    """Text without line breaks and chat markers, cut to its first `width` characters, or to its last when negative."""
+    folded = " ".join(CHAT_MARKER.sub(" ", str(text)).split())
     if len(folded) <= abs(width):
         return folded
     return f"…{folded[width + 1 :]}" if width < 0 else f"{folded[: width - 1]}…"

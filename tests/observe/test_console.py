@@ -30,7 +30,17 @@ def shown(config: Config, terminal: bool = False) -> str:
     tracker.log({"val-core/reasoning_gym/chain_sum/reward/mean@1": 0.2}, 0)
     tracker.log(STEP, 1)
     tracker.log({**STEP, "reward/timeouts": 2.0, "val-core/reasoning_gym/chain_sum/reward/mean@1": 0.3}, 2)
-    tracker.samples([{"prompt": "What is\n1 + 1?", "response": "2", "score": 1.0}, {"prompt": "other"}], 2)
+    tracker.samples(
+        [
+            {
+                "prompt": "<|im_start|>user\nWhat is\n1 + 1?<|im_end|>\n<|im_start|>assistant\n",
+                "response": "2",
+                "score": 1.0,
+            },
+            {"prompt": "other"},
+        ],
+        2,
+    )
     tracker.close()
     return file.getvalue()
 
@@ -43,7 +53,7 @@ def test_into_a_pipe_there_is_one_plain_line_a_step(config: Config) -> None:
     assert any("layout" in line and "fsdp 2" in line for line in lines)
     steps = [line for line in lines if line.startswith("step ")]
     assert len(steps) == 2
-    assert steps[0].startswith("step 1/3  reward 0.250  len 4.1  entropy 1.500  grad 0.5  tok/s 123  6.0 s")
+    assert steps[0].startswith("step 1/3  reward 0.250  len 4.1  entropy 1.500  grad 0.5  tok/s/rank 123  6.0 s")
     assert "(generate 3.5, update_actor 2.0)" in steps[0]
     assert "timeouts" not in steps[0]
     assert "reward/timeouts 2" in steps[1]
