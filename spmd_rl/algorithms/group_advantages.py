@@ -124,7 +124,7 @@ def gdpo(
     group: Tensor,
     lengths: Tensor,
     rewards: Tensor | None = None,
-    weights: Sequence[float] | None = None,
+    weights: Sequence[float] | Tensor | None = None,
     norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
 ) -> Tensor:
@@ -135,9 +135,10 @@ def gdpo(
     or empty means all 1. ValueError when there are not K weights, or below 2 tokens.
     """
     columns = (scores[:, None] if rewards is None else rewards).double()
-    share = torch.ones(columns.shape[1]) if not weights else torch.tensor(list(weights))
+    given = weights is not None and len(weights) > 0
+    share = torch.as_tensor(weights if given else [1.0] * columns.shape[1], dtype=torch.float64, device=scores.device)
     if len(share) != columns.shape[1]:
         raise ValueError(f"gdpo: {len(share)} weights for {columns.shape[1]} reward functions; give one weight each")
     parts = [grpo(column, group, norm_adv_by_std_in_grpo, epsilon) for column in columns.unbind(1)]
-    summed = torch.stack(parts, 1) @ share.double().to(scores.device)
+    summed = torch.stack(parts, 1) @ share
     return masked_whiten(summed, lengths.double()).to(scores.dtype)
