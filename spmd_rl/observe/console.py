@@ -4,12 +4,14 @@ import re
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.text import Text
 
 from spmd_rl.config import Config
+from spmd_rl.observe.jsonl import read_metrics
 from spmd_rl.observe.tracking import Metrics, Sample
 
 COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -52,6 +54,7 @@ class ConsoleTracker:
         width = max(map(len, lines))
         for name, value in lines.items():
             self._console.print(Text.assemble("  ", (name.ljust(width), "cyan"), f"  {value}"))
+        self._first_validation = _first_validation(Path(config.trainer.output_dir), start_step)
         self._started = time.monotonic()
         if self._console.is_terminal and self._steps:
             self._progress = _progress(self._console, start_step, self._steps)
@@ -97,8 +100,8 @@ class ConsoleTracker:
         for name, value in validation.items():
             if name.endswith("/std"):
                 continue
-            first = self._first_validation.setdefault(name, value)
-            change = f" ({value - first:+.3f})" if step > self._start_step else ""
+            change = f" ({value - self._first_validation[name]:+.3f})" if name in self._first_validation else ""
+            self._first_validation.setdefault(name, value)
             words.append(f"{_metric_words(name)} {value:.3f}{change}")
         return "  ".join(words)
 
@@ -116,6 +119,16 @@ def _progress(console: Console, start_step: int, steps: int) -> Progress:
     progress.add_task("steps", total=steps, completed=start_step, left="?")
     progress.start()
     return progress
+
+
+def _first_validation(folder: Path, start_step: int) -> dict[str, float]:
+    """The first value of each validation metric of a run that resumes, when its metrics.jsonl is there."""
+    first: dict[str, float] = {}
+    if start_step > 0 and (folder / "metrics.jsonl").is_file():
+        for row in read_metrics(folder / "metrics.jsonl"):
+            if row["step"] <= start_step:
+                first = {name: value for name, value in row.items() if name.startswith("val-core/")} | first
+    return first
 
 
 def _metric_words(name: str) -> str:

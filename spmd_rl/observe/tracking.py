@@ -5,6 +5,7 @@ calls it all the same. A run that resumes after `start_step` leaves no step twic
 """
 
 import importlib
+import importlib.util
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
@@ -32,15 +33,15 @@ class Tracker(Protocol):
         """Write out what is pending."""
 
 
-TRACKERS: dict[str, tuple[str, str]] = {
-    "jsonl": ("spmd_rl.observe.jsonl", "JsonlTracker"),
-    "tensorboard": ("spmd_rl.observe.tensorboard", "TensorboardTracker"),
-    "wandb": ("spmd_rl.observe.wandb", "WandbTracker"),
-    "mlflow": ("spmd_rl.observe.mlflow", "MlflowTracker"),
-    "trackio": ("spmd_rl.observe.trackio", "TrackioTracker"),
-    "console": ("spmd_rl.observe.console", "ConsoleTracker"),
+TRACKERS: dict[str, tuple[str, str, str]] = {
+    "jsonl": ("spmd_rl.observe.jsonl", "JsonlTracker", "json"),
+    "tensorboard": ("spmd_rl.observe.tensorboard", "TensorboardTracker", "tensorboard"),
+    "wandb": ("spmd_rl.observe.wandb", "WandbTracker", "wandb"),
+    "mlflow": ("spmd_rl.observe.mlflow", "MlflowTracker", "mlflow"),
+    "trackio": ("spmd_rl.observe.trackio", "TrackioTracker", "trackio"),
+    "console": ("spmd_rl.observe.console", "ConsoleTracker", "rich"),
 }
-"""Name to (module, class); a module is imported only when its tracker is asked for."""
+"""Name to (module, class, package it needs); the module is imported only on the rank that writes."""
 
 
 class Trackers:
@@ -69,9 +70,11 @@ class Trackers:
 
 
 def check_trackers(names: Sequence[str]) -> None:
-    """Raise ConfigError when a tracker's package is not installed; called while planning, before a model is loaded."""
+    """Raise ConfigError when a tracker's package is not installed; imports nothing, so every rank can afford it."""
     for name in names:
-        _make(name)
+        package = TRACKERS[name][2]
+        if importlib.util.find_spec(package) is None:
+            raise _missing(name, package)
 
 
 def open_trackers(
@@ -92,13 +95,16 @@ def open_trackers(
 
 
 def _make(name: str) -> Tracker:
-    module, cls = TRACKERS[name]
+    module, cls, package = TRACKERS[name]
     try:
         made: Tracker = getattr(importlib.import_module(module), cls)()
     except ImportError as error:
-        missing = error.name or name
-        raise ConfigError(
-            f"observe.trackers holds {name}, but the package {missing} is not installed: pip install {missing},"
-            f" or leave {name} out of observe.trackers"
-        ) from error
+        raise _missing(name, error.name or package) from error
     return made
+
+
+def _missing(name: str, package: str) -> ConfigError:
+    return ConfigError(
+        f"observe.trackers holds {name}, but the package {package} is not installed: pip install {package},"
+        f" or leave {name} out of observe.trackers"
+    )

@@ -7,6 +7,7 @@ from rich.console import Console
 
 from spmd_rl.config import Config
 from spmd_rl.observe.console import ConsoleTracker
+from spmd_rl.observe.tracking import open_trackers
 
 STEP = {
     "critic/score/mean": 0.25,
@@ -66,6 +67,19 @@ def test_validation_shows_the_change_since_the_start(config: Config) -> None:
         "validation after step 0  chain_sum reward mean@1 0.200",
         "validation after step 2  chain_sum reward mean@1 0.300 (+0.100)",
     ]
+
+
+def test_a_resumed_run_compares_with_its_very_first_validation(config: Config) -> None:
+    config.observe.trackers = ["jsonl"]
+    trackers = open_trackers(config, writes=True)
+    for step, accuracy in ((0, 0.1), (2, 0.2), (4, 0.3)):
+        trackers.log({"val-core/s/acc/mean@1": accuracy}, step)
+    trackers.close()
+    file = io.StringIO()
+    tracker = ConsoleTracker(Console(file=file, soft_wrap=True))
+    tracker.start(config, 3, {})
+    tracker.log({"val-core/s/acc/mean@1": 0.5}, 4)
+    assert "s acc mean@1 0.500 (+0.400)" in file.getvalue()
 
 
 def test_a_few_samples_are_shown_on_one_line_each(config: Config) -> None:

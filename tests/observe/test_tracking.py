@@ -155,9 +155,13 @@ def test_services_go_on_in_the_same_run_without_doubled_steps(
     monkeypatch.delitem(sys.modules, TRACKERS[service][0])
 
 
-def test_a_missing_package_is_said_before_anything_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_said_before_anything_runs(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(TRACKERS, "wandb", ("spmd_rl.observe.wandb", "WandbTracker", "no_such_package"))
+    with pytest.raises(ConfigError, match="holds wandb, but the package no_such_package is not installed: pip install"):
+        check_trackers(["jsonl", "wandb"])
+    check_trackers(["jsonl", "console", "tensorboard"])
     monkeypatch.setitem(sys.modules, "wandb", None)
     monkeypatch.delitem(sys.modules, "spmd_rl.observe.wandb", raising=False)
-    with pytest.raises(ConfigError, match="holds wandb, but the package wandb is not installed: pip install wandb"):
-        check_trackers(["jsonl", "wandb"])
-    check_trackers(["jsonl", "console"])
+    config.observe.trackers = ["wandb"]
+    with pytest.raises(ConfigError, match="the package wandb is not installed"):
+        open_trackers(config, writes=True)
