@@ -1,4 +1,4 @@
-"""A step's global batch as one rank of the actor's layout sees it: its own rows, and who works on which of the others."""
+"""A step's global batch as one rank of the actor's layout sees it: its own rows, and who works on the others."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

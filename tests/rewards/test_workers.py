@@ -54,7 +54,7 @@ def path(tmp_path: Path) -> str:
 
 @pytest.fixture
 def scorer(path: str) -> Iterator[Scorer]:
-    with Scorer(RewardConfig(functions=[path], timeout_s=1.0, on_error=-1.0)) as scorer:
+    with Scorer(RewardConfig(functions=[path], timeout_s=2.0, on_error=-1.0)) as scorer:
         yield scorer
 
 
@@ -83,9 +83,9 @@ def test_a_slow_call_costs_its_worker_and_nobody_else(scorer: Scorer, how: str) 
     (before,) = pids(scorer)
     start = time.monotonic()
     ((first, slow, last),) = scorer.score([group("ok", how, "ok")])
-    assert time.monotonic() - start < 8
+    assert time.monotonic() - start < 20
     assert (first.score, slow.score, last.score) == (1.0, -1.0, 1.0)
-    assert "no result within reward.timeout_s=1 s" in str(slow.error)
+    assert "no result within reward.timeout_s=2 s" in str(slow.error)
     assert scorer.stats["timeouts"] == scorer.stats["errors"] == 1
     assert gone(before)
     assert pids(scorer) != [before]
@@ -116,11 +116,11 @@ def test_a_worker_that_died_between_two_steps_is_replaced(scorer: Scorer) -> Non
 
 
 def test_hopeless_functions_are_given_up_so_that_the_rank_goes_on(path: str) -> None:
-    config = RewardConfig(functions=[path, "gsm8k"], timeout_s=0.2, num_workers=2)
+    config = RewardConfig(functions=[path, "gsm8k"], timeout_s=0.5, num_workers=2)
     with Scorer(config) as scorer:
         start = time.monotonic()
         scored = [s for g in scorer.score([group(*["hang"] * 50, uid=i) for i in range(4)]) for s in g]
-        assert time.monotonic() - start < 30
+        assert time.monotonic() - start < 60
         assert all(s.error and s.parts["gsm8k"] == 0.0 for s in scored)
         assert 8 <= scorer.stats["timeouts"] <= 10
         assert scorer.stats["timeouts"] + scorer.stats["given_up"] == 200
@@ -128,7 +128,7 @@ def test_hopeless_functions_are_given_up_so_that_the_rank_goes_on(path: str) -> 
 
 
 def test_group_calls_have_one_time_limit(path: str) -> None:
-    with Scorer(RewardConfig(functions=[f"{path}:group_reward"], timeout_s=0.5, on_error=-1.0)) as scorer:
+    with Scorer(RewardConfig(functions=[f"{path}:group_reward"], timeout_s=1.0, on_error=-1.0)) as scorer:
         slow, fine = scorer.score([group("ok", "hang"), group("ok", "ok", uid=1)])
     assert [s.score for s in slow] == [-1.0, -1.0]
     assert [s.score for s in fine] == [2.0, 2.0]
@@ -147,7 +147,7 @@ def test_many_cheap_rewards_take_well_under_a_millisecond_each() -> None:
     with Scorer(RewardConfig(), data_sources=["openai/gsm8k"]) as scorer:
         start = time.monotonic()
         scored = scorer.score([group("#### 18", "17", uid=i) for i in range(1000)])
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < 4.0
     assert all((right.score, wrong.score) == (1.0, 0.0) for right, wrong in scored)
 
 
