@@ -30,7 +30,9 @@ INSIDE_A_NODE = ("tp", "etp", "infer_tp")
 def check(config: Config, cluster: Cluster, shape: ModelShape | None = None) -> list[str]:
     """Every mistake that shows before layouts exist; empty when there is none. `shape` adds what the model forbids."""
     mistakes = [sentence for key, value in _leaves(config) for sentence in check_value(key, value)]
-    mistakes += cluster_mistakes(config) or _hardware_mistakes(config) + _launched_mistakes(config, cluster)
+    if mistakes:
+        return mistakes  # sizes cannot be reasoned about when one of them is out of range
+    mistakes = cluster_mistakes(config) or _hardware_mistakes(config) + _launched_mistakes(config, cluster)
     pools, wrong = place_pools(config, cluster)
     mistakes += wrong + _unused_mistakes(config, pools)
     for spec in role_specs(config).values():
@@ -51,9 +53,15 @@ def locality_mistakes(cluster: Cluster, roles: dict[str, RoleLayout], groups: di
     for found in groups.values():
         for name in (found.name, *found.aliases):
             role, _, axis = name.partition("/")
-            if axis in INSIDE_A_NODE and role in roles and found.group_size > 1:
+            inside = axis in INSIDE_A_NODE and role in roles and found.group_size > 1
+            if inside and (axis != "etp" or _own_etp(roles[role])):
                 mistakes += _crossing(cluster, roles[role], axis, found)
     return mistakes
+
+
+def _own_etp(role: RoleLayout) -> bool:
+    """Whether experts are cut otherwise than tp, which is checked already."""
+    return role.expert is None or role.expert.axis_size("etp") != role.mesh.axis_size("tp")
 
 
 def memory_mistakes(config: Config, estimate: list[PhaseMemory]) -> list[str]:
@@ -70,12 +78,28 @@ def memory_mistakes(config: Config, estimate: list[PhaseMemory]) -> list[str]:
             mistakes.append(
                 f"memory: {worst.phase} on pool {pool!r} needs {worst.peak / GIB:.1f} GiB a rank, but "
                 f"{limit / GIB:.1f} of {card.name}'s {card.memory / GIB:.1f} GiB are usable (largest: {parts}); "
-                f"{_memory_mend(worst)}"
+                f"{_memory_mend(config, worst)}"
             )
     return mistakes
 
 
-def _memory_mend(worst: PhaseMemory) -> str:
+def host_mistakes(config: Config, cluster: Cluster, pools: dict[str, Pool], offloaded: dict[str, int]) -> list[str]:
+    """Hosts whose memory cannot hold what their ranks move there; `offloaded` is bytes a rank by pool."""
+    if config.trainer.device == "cpu":
+        return []
+    total = sum(
+        np.bincount(cluster.node_of[pool.array], minlength=len(cluster.nodes)) * offloaded.get(name, 0)
+        for name, pool in pools.items()
+    )
+    fullest, limit = int(np.max(total)), hardware(config).host_memory
+    if fullest <= limit:
+        return []
+    where = cluster.nodes[int(np.argmax(total))].address
+    has = f"a host has {limit / GIB:.0f} GiB; shard over more ranks or offload less"
+    return [f"memory: offloads put {fullest / GIB:.0f} GiB on {where}, but {has}"]
+
+
+def _memory_mend(config: Config, worst: PhaseMemory) -> str:
     """What helps most against the largest item."""
     what = max(worst.items, key=lambda item: worst.items[item])
     role, _, item = what.partition(": ")
@@ -83,7 +107,7 @@ def _memory_mend(worst: PhaseMemory) -> str:
     mends = {
         "KV cache": "lower rollout.max_batch_rows or data.max_response_length",
         "sampling": "lower rollout.max_batch_rows or data.max_prompt_length",
-        "weights": "raise rollout.infer_tp",
+        "weights": "raise rollout.infer_tp" + (" with rollout.name=vllm" if config.rollout.name != "vllm" else ""),
         "activations": f"lower {engine}.max_tokens_per_micro_batch or set {engine}.gradient_checkpointing=true",
         "logits": f"lower {engine}.logprob_chunk_tokens",
         "optimizer": f"shard over more ranks or set {engine}.offload_optimizer=true",
@@ -129,10 +153,10 @@ def _hardware_mistakes(config: Config) -> list[str]:
     unknown = [link for link in c.bandwidth if link not in LINKS]
     mistakes += [f"cluster.bandwidth.{link} is unknown; links: {', '.join(LINKS)}" for link in unknown]
     slow = {link: rate for link, rate in c.bandwidth.items() if rate <= 0}
-    mistakes += [f"cluster.bandwidth.{link}={rate} must be above 0 GB/s" for link, rate in slow.items()]
+    mistakes += [f"cluster.bandwidth.{link}={rate:g} must be above 0 GB/s" for link, rate in slow.items()]
     for name, size in (("gpu_memory_gib", c.gpu_memory_gib), ("host_memory_gib", c.host_memory_gib)):
         if size is not None and size <= 0:
-            mistakes.append(f"cluster.{name}={size} must be above 0")
+            mistakes.append(f"cluster.{name}={size:g} must be above 0")
     return mistakes
 
 

@@ -73,7 +73,7 @@ def megatron_mistakes(role: str, pool: str, size: int, megatron: MegatronConfig)
             f"{prefix}: tp·cp·pp = {m.tp}·{m.cp}·{m.pp} = {dense} does not divide the {size} ranks of pool {pool!r}; "
             f"use a product out of {one_of(divisors(size))}"
         )
-    if size % expert:
+    if size % expert and (m.ep > 1 or m.etp is not None):  # else the line above says it
         mistakes.append(
             f"{prefix}: etp·ep·pp = {etp}·{m.ep}·{m.pp} = {expert} does not divide the {size} ranks of pool {pool!r}; "
             f"use a product out of {one_of(divisors(size))}" + (" or set etp=1" if etp > 1 else "")

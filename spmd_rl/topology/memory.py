@@ -4,7 +4,7 @@ All figures are for the worst case that the config allows (every row at full len
 `RESERVE` stands for when the card's size is checked. Ranks of a pool are alike, except for Megatron's pipeline stages.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spmd_rl.config import Config
 from spmd_rl.topology import activations as act
@@ -156,6 +156,23 @@ def _held(config: Config, spec: RoleSpec, layout: RoleLayout, shape: ModelShape,
     if not working and spec.engine.offload_optimizer:
         held["optimizer"] = 0
     return held
+
+
+def offloaded_bytes(config: Config, roles: dict[str, RoleLayout], actor: ModelShape) -> dict[str, int]:
+    """Bytes that one rank moves to its host, by pool: offloaded parameters and optimizer states, FSDP's own offload."""
+    total: dict[str, int] = {}
+    for spec in role_specs(config).values():
+        if spec.engine is None:
+            continue
+        engine, on_host = spec.engine, 0
+        plain = replace(engine, fsdp=replace(engine.fsdp, offload_policy=False))
+        spec = replace(spec, engine=plain)
+        held = engine_memory(config, spec, roles[spec.role], role_shape(spec, actor)).held(spec.trained)
+        streamed = engine.name == "fsdp" and engine.fsdp.offload_policy
+        on_host += held["parameters"] if engine.offload_params or streamed else 0
+        on_host += held["optimizer"] if engine.offload_optimizer or streamed else 0
+        total[spec.pool] = total.get(spec.pool, 0) + on_host
+    return total
 
 
 def _stages(layout: RoleLayout) -> int:

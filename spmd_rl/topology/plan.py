@@ -4,13 +4,13 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from spmd_rl.config import Config, ConfigError
-from spmd_rl.topology.checks import check, locality_mistakes, memory_mistakes
+from spmd_rl.topology.checks import check, host_mistakes, locality_mistakes, memory_mistakes
 from spmd_rl.topology.cluster import Cluster, Pool
 from spmd_rl.topology.edges import ExchangeEdge, SyncEdge, exchange_edges, sync_edge
 from spmd_rl.topology.fold import demand, engine_layout, rollout_layout
 from spmd_rl.topology.groups import ProcessGroups, process_groups
 from spmd_rl.topology.layout import RoleLayout
-from spmd_rl.topology.memory import PhaseMemory, memory
+from spmd_rl.topology.memory import PhaseMemory, memory, offloaded_bytes
 from spmd_rl.topology.phases import Phase, step_phases
 from spmd_rl.topology.pools import place_pools
 from spmd_rl.topology.roles import RoleSpec, role_specs
@@ -46,7 +46,10 @@ class Plan:
         roles = {spec.role: role_layout(config, spec, pools[spec.pool].size) for spec in role_specs(config).values()}
         groups = process_groups(pools, roles)
         estimate = memory(config, pools, roles, shape)
-        demand(locality_mistakes(cluster, roles, groups) + memory_mistakes(config, estimate))
+        mistakes = locality_mistakes(cluster, roles, groups) + memory_mistakes(config, estimate)
+        if shape is not None:
+            mistakes += host_mistakes(config, cluster, pools, offloaded_bytes(config, roles, shape))
+        demand(mistakes)
         return cls(config, cluster, shape, pools, roles, groups, step_phases(config, roles), estimate)
 
     @property

@@ -162,7 +162,8 @@ def _traffic(plan: Plan) -> str:
 
 def _place(layout: Layout, r: int) -> str:
     coords = layout.coords(r)
-    return "  ".join(f"{axis} = {layout.formula(axis)} = {coords[axis]}" for axis in layout.names)
+    wide = [axis for axis in layout.names if layout.axis_size(axis) > 1] or list(layout.names[:1])
+    return "  ".join(f"{axis} = {layout.formula(axis)} = {coords[axis]}" for axis in wide)
 
 
 def _moves(plan: Plan, job_rank: int) -> list[str]:

@@ -181,7 +181,7 @@ function tell() {
   for (const v of told) {
     box.append(make("h3", "", `${v.label} (${v.roles.join(", ")})`));
     v.axes.forEach((axis, i) => {
-      const line = make("div", "formula", make("b", "", axis.name), make("code", "", `${axis.formula} = ${axis.formula.replace("r", r)} = ${coord(axis, r)}`));
+      const line = make("div", "formula", make("b", "", axis.name), make("code", "", axis.size === 1 ? "0, the only place" : axis.formula === "r" ? `r = ${r}` : `${axis.formula} = ${axis.formula.replace("r", r)} = ${coord(axis, r)}`));
       line.style.setProperty("--tone", tone(i));
       if (axis.size > 1) line.append(make("div", "members", `with ranks ${runs(members(axis, r).map((m) => pool.list[m]))}`));
       box.append(line);
