@@ -67,6 +67,21 @@ def test_a_model_named_on_the_command_line_wins_over_the_experiments() -> None:
     assert compose(["experiment=tiny", "model.path=/some/folder"]).model.path == "/some/folder"
 
 
+def test_an_algorithm_named_on_the_command_line_wins_over_the_experiments() -> None:
+    assert compose(["experiment=gsm8k"]).actor.policy_loss.loss_mode == "vanilla"
+    config = compose(["experiment=gsm8k", "algorithm=gspo"])
+    assert (config.actor.policy_loss.loss_mode, config.actor.clip_ratio_high) == ("gspo", 4e-4)
+
+
+@pytest.mark.parametrize("name", groups([packaged_configs()])["algorithm"])
+def test_algorithm_presets_name_functions_that_exist(name: str) -> None:
+    algorithms = pytest.importorskip("spmd_rl.algorithms")
+    config = compose([f"algorithm={name}"])
+    assert config.algorithm.adv_estimator in algorithms.ADVANTAGES
+    assert config.actor.policy_loss.loss_mode in algorithms.POLICY_LOSSES
+    assert config.actor.loss_agg_mode in algorithms.AGGREGATIONS
+
+
 def test_free_keys_need_no_plus() -> None:
     config = compose(["reward.kwargs.tolerance=0.5", "rollout.engine_kwargs={seed: 1}", "pools.reward.nnodes=2"])
     assert config.reward.kwargs == {"tolerance": 0.5}
