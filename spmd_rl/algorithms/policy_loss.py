@@ -8,7 +8,8 @@ mini-batch that is spread over dp ranks and cut into micro-batches:
    dp ranks (log_prob, old_log_prob, advantages, response_mask, row, and uid, sample a row), and on every rank call
    `stats = loss.statistics(whole, **settings)`. Cut each `stats.columns[name]` ([T] in the order of `whole`) back to
    the micro-batches and put it in with `batch.with_columns(...)`; `stats.metrics` are whole already. The result does
-   not depend on the order of rows in `whole`.
+   not depend on the order of rows in `whole`. It holds for this optimizer step: the next one that sees these rows
+   starts from their own mask again, not from the one that rejection changed.
 3. `totals` = sum over ranks and micro-batches of `BatchTotals.of(batch.response_mask, batch.row, batch.rows)`, after
    step 2, which may have changed the mask. Two numbers to all-reduce: `totals.tensor()`.
 4. For each micro-batch: `value, metrics = loss.share(batch, totals=totals, mode=loss_agg_mode, **settings)`;
