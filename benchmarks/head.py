@@ -1,4 +1,4 @@
-"""Time and peak memory of the chunked head against plain log_softmax: python -m benchmarks.head [tokens hidden vocab]."""
+"""Time and peak memory of the chunked head and of plain log_softmax: python -m benchmarks.head [tokens hidden vocab]"""
 
 import sys
 import time

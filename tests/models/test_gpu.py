@@ -26,7 +26,7 @@ def test_varlen_attention(heads: int, kv_heads: int, window: int | None) -> None
     weight = torch.randn(1, packing.total, heads, 64, device="cuda")
     results = []
     for dtype in (torch.float64, torch.bfloat16, torch.float32):
-        qkv = [x.to(dtype).requires_grad_() for x in start]
+        qkv = [x.to(dtype, copy=True).requires_grad_() for x in start]
         out, _ = packed_attention(torch.nn.Module(), *qkv, None, sliding_window=window, packing=packing)
         (out * weight).sum().backward()
         results.append([out.detach(), *(x.grad for x in qkv)])
