@@ -23,6 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 from spmd_rl.config import Config, ConfigError, PoolConfig
 from spmd_rl.config.choices import check_value
 from spmd_rl.config.fields import Field, all_fields, find, is_free, nearest, nearest_keys
+from spmd_rl.config.verl_keys import RENAMED
 
 
 def packaged_configs() -> Path:
@@ -69,8 +70,9 @@ def compose(overrides: list[str], config_dirs: list[str | Path] | None = None) -
 def build(values: dict[str, Any], problems: list[str] | None = None) -> Config:
     """A typed, resolved and checked config from nested plain values; `problems` are those found before."""
     problems = list(problems or [])
-    pools = values.get("pools") or {}
-    tree = OmegaConf.structured(Config(pools={str(name): PoolConfig() for name in pools}))
+    pools = values.get("pools")
+    named = {str(name): PoolConfig() for name in pools} if isinstance(pools, dict) else {}
+    tree = OmegaConf.structured(Config(pools=named))
     for key, value in _leaves(values, problems):
         _assign(tree, key, value, problems)
     for key, value in _leaves(_resolved(tree, problems), []):
@@ -229,14 +231,15 @@ def _leaves(values: dict[str, Any], problems: list[str], prefix: str = "") -> It
         key = f"{prefix}{name}"
         found = find(key)
         if found is None:
-            problems.append(_unknown(key, value))
+            problems += [_unknown(leaf, inner) for leaf, inner in _flatten(key, value)]
         elif found.section is None and found.kind != "dict[str, PoolConfig]":
             yield key, value
         elif isinstance(value, dict):
             yield from _leaves(value, problems, f"{key}.")
         else:
             inside = ", ".join(k for k in all_fields() if k.rpartition(".")[0] == found.key)
-            problems.append(f"{key}={value}: {key} is a section, not a value; set a key in it: {inside}")
+            spelled = "null" if value is None else value
+            problems.append(f"{key}={spelled}: {key} is a section, not a value; set a key in it: {inside}")
 
 
 def _assign(tree: DictConfig, key: str, value: Any, problems: list[str]) -> None:
@@ -264,12 +267,20 @@ def _wrong_type(key: str, value: Any, found: Field) -> str:
     return f"{key}={spelled} has the wrong type: it takes {found.kind}\n    {found.describe()}"
 
 
+def _flatten(key: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The leaves under a key that is not known."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _flatten(f"{key}.{name}", inner)
+    else:
+        yield key, value
+
+
 def _unknown(key: str, value: Any) -> str:
-    while isinstance(value, dict) and len(value) == 1:
-        name, value = next(iter(value.items()))
-        key = f"{key}.{name}"
     if is_free(key):
         return f"{key}={value} lies inside a value that is not a mapping"
+    if key in RENAMED:
+        return f"unknown key {key}; it is verl's name for {RENAMED[key]} (spmd-rl from-verl translates command lines)"
     near = [found.describe() for found in map(find, nearest_keys(key)) if found is not None]
     lines = [f"unknown key {key}" + ("; did you mean" if near else "; `--cfg help` prints every key")]
     return "\n    ".join([*lines, *near])

@@ -1,5 +1,6 @@
 """TensorBoard event files in the run's folder."""
 
+import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -16,11 +17,11 @@ class TensorboardTracker:
     _writer: SummaryWriter
 
     def start(self, config: Config, start_step: int, facts: Mapping[str, str]) -> None:
-        """A new event file, from the step after `start_step` on."""
+        """A new event file, from the step after `start_step` on; a fresh run puts older ones aside."""
         folder = Path(config.trainer.output_dir) / "tensorboard"
-        if start_step == 0:
-            for stale in folder.glob("events.out.tfevents.*"):
-                stale.unlink()
+        if start_step == 0 and folder.exists():
+            shutil.rmtree(folder.with_suffix(".previous"), ignore_errors=True)
+            folder.rename(folder.with_suffix(".previous"))
         self._writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step > 0 else None)
         if start_step == 0:
             indented = "\n".join(f"    {line}" for line in as_yaml(config).splitlines())

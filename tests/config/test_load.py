@@ -105,6 +105,10 @@ def test_files_with_functions_are_plain_values() -> None:
         ("data.shuffle=perhaps", ["it takes bool"]),
         ("data.train.files=a.jsonl", ["it takes list[str]"]),
         ("actor=3", ["actor is a section", "actor.optim"]),
+        ("actor=null", ["actor=null: actor is a section"]),
+        ("pools=[1]", ["pools is a section"]),
+        ("pools.reward=null", ["pools.reward is a section"]),
+        ("actor_rollout_ref.actor.optim.lr=1e-6", ["verl's name for actor.optim.lr", "from-verl"]),
         ("experiment=quikstart", ["did you mean quickstart?", "gsm8k"]),
         ("engine=fdsp", ["did you mean fsdp?"]),
         ("actor.engine.name=fdsp", ["not one of fsdp, megatron", "did you mean fsdp?"]),
@@ -131,6 +135,12 @@ def test_several_mistakes_come_in_one_error() -> None:
     assert message.startswith("4 mistakes")
     for fragment in ("rolout.n", "actor.optim.lr='fast'", "quikstart", "trainer.mode=dpo"):
         assert fragment in message
+
+
+def test_each_unknown_key_is_named_in_full() -> None:
+    message = error_of("rolout.n=4", "rolout.temperature=0")
+    assert "rollout.n: int" in message
+    assert "unknown key rolout.temperature" in message
 
 
 def test_a_users_own_folder_comes_before_the_packages(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import sys
 import types
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 from spmd_rl.config import Config, ConfigError
+from spmd_rl.observe import tracking
 from spmd_rl.observe.jsonl import read_metrics
 from spmd_rl.observe.metrics import deterministic
 from spmd_rl.observe.tracking import TRACKERS, check_trackers, open_trackers
@@ -89,6 +91,10 @@ def test_tensorboard_shows_each_step_once_after_a_resume(config: Config) -> None
     scalars = events.Scalars("critic/score/mean")
     assert [event.step for event in scalars] == [1, 2, 3, 4, 5, 6]
     assert scalars[-1].value == pytest.approx(0.6)
+    run(config, range(1, 3), names=("tensorboard",))
+    events = event_accumulator.EventAccumulator(str(Path(config.trainer.output_dir) / "tensorboard"))
+    events.Reload()
+    assert [event.step for event in events.Scalars("critic/score/mean")] == [1, 2]
 
 
 class FakeService(types.ModuleType):
@@ -165,3 +171,10 @@ def test_a_missing_package_is_said_before_anything_runs(config: Config, monkeypa
     config.observe.trackers = ["wandb"]
     with pytest.raises(ConfigError, match="the package wandb is not installed"):
         open_trackers(config, writes=True)
+
+
+@pytest.mark.parametrize("package", ["wandb", "mlflow", "trackio", "matplotlib"])
+def test_each_optional_package_is_imported_in_one_file(package: str) -> None:
+    root = Path(tracking.__file__).parents[1]
+    pattern = re.compile(rf"^\s*(import|from) {package}\b", re.M)
+    assert len([file for file in root.rglob("*.py") if pattern.search(file.read_text())]) == 1
