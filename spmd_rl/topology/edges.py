@@ -45,9 +45,15 @@ class SyncEdge:
         On one pool they are the rank's own copy of the model (its fsdp, or tp and pp, process group); from another pool
         they are the first copy there.
         """
-        at = self.pools[1].pool_rank(job_rank) if self.source.pool == self.target.pool else 0
-        holders = self.source.mesh.group_of(at, *self._axes)
-        return [(int(self.pools[0].array[rank]), 1 / len(holders)) for rank in holders]
+        axes = ("fsdp",) if self.source.engine == "fsdp" else ("pp", "tp")
+        return self._holders(self.source.mesh, job_rank, axes)
+
+    def expert_sources(self, job_rank: int) -> list[tuple[int, float]]:
+        """The same for routed experts, which Megatron cuts otherwise (etp, ep, pp); empty without expert parallelism."""
+        expert = self.source.expert
+        if expert is None or expert.axis_size("ep") == 1:
+            return []
+        return self._holders(expert, job_rank, ("pp", "ep", "etp"))
 
     def slice_of(self, job_rank: int) -> str:
         """Which part of every tensor the rank keeps."""
@@ -57,9 +63,10 @@ class SyncEdge:
         parts += [f"layers of stage {coords['infer_pp'] + 1} of {pp}"] if pp > 1 else []
         return ", ".join(parts) or "all weights"
 
-    @property
-    def _axes(self) -> tuple[str, ...]:
-        return ("fsdp",) if self.source.engine == "fsdp" else ("pp", "tp")
+    def _holders(self, layout: Layout, job_rank: int, axes: tuple[str, ...]) -> list[tuple[int, float]]:
+        at = self.pools[1].pool_rank(job_rank) if self.source.pool == self.target.pool else 0
+        holders = layout.group_of(at, *axes)
+        return [(int(self.pools[0].array[rank]), 1 / len(holders)) for rank in holders]
 
 
 def exchange_edges(config: Config, pools: dict[str, Pool], roles: dict[str, RoleLayout]) -> list[ExchangeEdge]:

@@ -176,9 +176,11 @@ def _moves(plan: Plan, job_rank: int) -> list[str]:
             lines.append(f"  {edge.what} from {edge.source.role}: {shown}")
     sync = plan.weight_sync
     if sync is not None and job_rank in sync.pools[1]:
-        sources = sync.sources(job_rank)
-        holders = _run(tuple(sorted(rank for rank, _ in sources)))
-        lines.append(f"  weight sync: {sync.slice_of(job_rank)}, from ranks {holders} (1/{len(sources)} each)")
+        for what, sources in (("", sync.sources(job_rank)), ("routed experts, ", sync.expert_sources(job_rank))):
+            if sources:
+                holders = _run(tuple(sorted(rank for rank, _ in sources)))
+                part = f"{what}{sync.slice_of(job_rank)}"
+                lines.append(f"  weight sync: {part}, from ranks {holders} (1/{len(sources)} each)")
     return ["\nmoves", *lines] if lines else []
 
 

@@ -175,9 +175,14 @@ class TrafficModel:
         slice_bytes = rollout_weights(self.config, rollout, self.shape)
         if actor.pool != rollout.pool:
             return [self._bridged(actor.pool, rollout.pool, slice_bytes)]
+        experts = 0.0
+        if actor.expert is not None and actor.expert.axis_size("ep") > 1:
+            experts = slice_bytes * self.shape.routed_params / self.shape.params
         name = "actor/fsdp" if actor.engine == "fsdp" else "actor/tp-pp"
-        found = self._gathered(phase, "weights", name, slice_bytes)
-        return [found] if found.inside + found.between > 0 else []
+        found = [self._gathered(phase, "weights", name, slice_bytes - experts)]
+        if experts:
+            found.append(self._gathered(phase, "routed experts", "actor/etp-ep-pp", experts))
+        return [t for t in found if t.inside + t.between > 0]
 
     def _bridged(self, source: str, target: str, mine: int) -> Traffic:
         """Weights over the bridge: a host takes each slice in once, over the links of all of its ranks."""
