@@ -1,9 +1,9 @@
-"""`spmd-rl train`, or `torchrun … -m spmd_rl.train`: config -> plan -> inputs -> runtime -> roles -> run."""
+"""`spmd-rl train`, or `torchrun … -m spmd_rl.train`: config -> plan -> inputs -> runtime -> loop -> run."""
 
 import sys
 from pathlib import Path
 
-from spmd_rl.assemble import Inputs, build_roles, load_inputs
+from spmd_rl.assemble import MODES, RunInputs
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.config.load import parse_arguments, save_config
 from spmd_rl.observe.tracking import check_trackers, open_trackers
@@ -13,7 +13,6 @@ from spmd_rl.topology.cluster import Cluster
 from spmd_rl.topology.plan import Plan
 from spmd_rl.trainer.checkpoint import Checkpointer, check_fingerprint, find_resume
 from spmd_rl.trainer.loop import saved_step
-from spmd_rl.trainer.trainer import Trainer
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,7 +38,7 @@ def train(config: Config, env: LaunchEnvironment) -> None:
     check_trackers(config.observe.trackers)
     output_dir = Path(config.trainer.output_dir)
     resume_from = find_resume(config.trainer.resume, output_dir)
-    inputs = load_inputs(config, plan, env.rank)
+    inputs = MODES[config.trainer.mode](config, plan, env.rank)
     try:
         if resume_from is not None:
             check_fingerprint(resume_from, inputs.model.fingerprint)
@@ -49,21 +48,16 @@ def train(config: Config, env: LaunchEnvironment) -> None:
             save_config(config, output_dir / "config.yaml")
         run(config, inputs, runtime, resume_from)
     finally:
-        inputs.scorer.close()
+        inputs.close()
         stop()
 
 
-def run(config: Config, inputs: Inputs, runtime: Runtime, resume_from: Path | None) -> None:
-    """Roles and loop on a started runtime."""
-    roles = build_roles(config, inputs, runtime)
+def run(config: Config, inputs: RunInputs, runtime: Runtime, resume_from: Path | None) -> None:
+    """Models and loop on a started runtime."""
     trackers = open_trackers(config, runtime.is_first, saved_step(resume_from), header(config, inputs, runtime))
     checkpointer = Checkpointer(Path(config.trainer.output_dir), config.trainer.checkpoint, runtime.control)
-    trainer = Trainer(
-        config, runtime, roles, inputs.order, inputs.validation, trackers, checkpointer, inputs.total_steps,
-        inputs.model.fingerprint,
-    )
     try:
-        trainer.run(resume_from)
+        inputs.loop(config, runtime, trackers, checkpointer).run(resume_from)
     finally:
         trackers.close()
 
@@ -73,17 +67,14 @@ def cluster_of(env: LaunchEnvironment) -> Cluster:
     return Cluster.from_counts([env.local_world_size] * (env.world_size // env.local_world_size))
 
 
-def header(config: Config, inputs: Inputs, runtime: Runtime) -> dict[str, str]:
+def header(config: Config, inputs: RunInputs, runtime: Runtime) -> dict[str, str]:
     """Lines for the console's header."""
     actor = runtime.layout("actor")
-    parameters = getattr(inputs.model.hf_config, "model_type", "")
     return {
-        "model": f"{config.model.path} ({parameters})",
+        "model": f"{config.model.path} ({getattr(inputs.model.hf_config, 'model_type', '')})",
         "ranks": f"{runtime.plan.world_size} × {runtime.device.type}",
         "actor": f"{actor.engine}  {actor.mesh}  |  {actor.batch}",
-        "rollout": f"{config.rollout.name}  {runtime.layout('rollout').mesh}",
-        "batch": f"{config.data.train_batch_size} prompts × {config.rollout.n} samples a step",
-        "prompts": f"{len(inputs.order.rows)} to train on, {len(inputs.validation or [])} to validate on",
+        **inputs.facts(config, runtime),
         "steps": str(inputs.total_steps),
     }
 

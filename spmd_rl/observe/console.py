@@ -29,7 +29,7 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 CHAT_MARKER = re.compile(r"<\|im_start\|>\w*|<\|start_header_id\|>\w*|<\|[^|<>]*\|>")
 """What a chat template puts around the turns; not worth a reader's eye."""
 
-WARN_ABOVE_ZERO = ("reward/errors", "reward/timeouts", "actor/skipped_updates")
+WARN_ABOVE_ZERO = ("reward/errors", "reward/timeouts", "actor/skipped_updates", "sft/skipped_updates")
 """Counters that are shown only when something happened."""
 
 

@@ -1,30 +1,31 @@
-"""From a config to what a run is made of: inputs (checked before a model is loaded), then roles on the runtime."""
+"""The actor's start as far as it is known without weights, and models on their engines."""
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.config.roles import EngineConfig, OptimConfig
-from spmd_rl.data.order import PromptOrder
-from spmd_rl.data.prompts import Prompt, Prompts
-from spmd_rl.data.rows import is_set
+from spmd_rl.data.order import PromptOrder, Rows
 from spmd_rl.engines.base import Engine
 from spmd_rl.engines.fsdp import FsdpEngine, compute_dtype
-from spmd_rl.models.loading import build_meta, load_generation_config, load_hf_config, load_tokenizer, materialise, resolve
+from spmd_rl.models.loading import (
+    build_meta,
+    load_generation_config,
+    load_hf_config,
+    load_tokenizer,
+    materialise,
+    resolve,
+)
 from spmd_rl.models.policy import Policy
-from spmd_rl.rewards.scorer import Scorer
-from spmd_rl.roles.model import ModelRole
 from spmd_rl.roles.residency import Residency
-from spmd_rl.roles.reward import Reward
-from spmd_rl.roles.rollout import Rollout
 from spmd_rl.rollout.base import RolloutEngine
 from spmd_rl.rollout.transformers import ATTENTION, TransformersRollout
 from spmd_rl.runtime.bootstrap import Runtime
-from spmd_rl.topology.plan import Plan
-from spmd_rl.trainer.trainer import Roles
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -40,8 +41,16 @@ class Model:
     @property
     def fingerprint(self) -> dict[str, Any]:
         """What must be equal for a checkpoint to fit."""
-        names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-                 "num_key_value_heads", "vocab_size", "tie_word_embeddings")
+        names = (
+            "model_type",
+            "hidden_size",
+            "intermediate_size",
+            "num_hidden_layers",
+            "num_attention_heads",
+            "num_key_value_heads",
+            "vocab_size",
+            "tie_word_embeddings",
+        )
         return {name: getattr(self.hf_config, name, None) for name in names}
 
 
@@ -68,27 +77,11 @@ def _eos(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> list[int]:
     return sorted({i for i in [*ids, tokenizer.eos_token_id] if i is not None})
 
 
-@dataclass
-class Inputs:
-    """Everything of an RL run that needs no device: a mistake in any of it is found here."""
-
-    model: Model
-    order: PromptOrder[Prompt]
-    validation: Prompts | None
-    scorer: Scorer
-    total_steps: int
-
-
-def load_inputs(config: Config, plan: Plan, job_rank: int, threads: bool = True) -> Inputs:
-    """Read the data and start the reward workers (on ranks that collect replies only)."""
-    model = load_model_facts(config)
-    train = Prompts.build(config.data, config.data.train, model.tokenizer)
-    validation = None
-    if is_set(config.data.val):
-        validation = Prompts.build(config.data, config.data.val, model.tokenizer, train_rows=train.rows)
+def make_order(config: Config, rows: Rows[T]) -> tuple[PromptOrder[T], int]:
+    """The order in which rows are met, and how many steps the run has."""
     data, steps = config.data, config.trainer.total_training_steps
     order = PromptOrder(
-        train,
+        rows,
         data.train_batch_size,
         seed=data.seed,
         shuffle=data.shuffle,
@@ -97,28 +90,12 @@ def load_inputs(config: Config, plan: Plan, job_rank: int, threads: bool = True)
     )
     total = steps if steps is not None else order.total_steps()
     assert total is not None, "an order with a number of epochs has an end"
-    return Inputs(model, order, validation, make_scorer(config, plan, job_rank, train, validation), total)
+    return order, total
 
 
-def make_scorer(config: Config, plan: Plan, job_rank: int, *prompts: Prompts | None) -> Scorer:
-    """The reward functions; worker processes only where replies are collected."""
-    rows = [row for p in prompts if p is not None for row in p.rows]
-    layout = plan.roles["rollout"]
-    pool = plan.pools[layout.pool]
-    collects = job_rank in pool and layout.collects(pool.pool_rank(job_rank))
-    reward = config.reward
-    if not collects:
-        reward = type(reward)(**{**vars(reward), "num_workers": 0})
-    tasks = sorted({s.task for s in (config.data.train, config.data.val) if s.task})
-    scorer = Scorer(reward, tasks=tasks, max_response_length=config.data.max_response_length)
-    scorer.check(rows)
-    return scorer
-
-
-def optimizer_steps(config: Config, total_steps: int) -> int:
-    """Optimizer steps of the whole run, for the learning-rate schedule."""
-    minis = -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
-    return total_steps * minis * config.actor.ppo_epochs
+def updates_a_step(config: Config) -> int:
+    """Mini-batches that a step's rows are cut into."""
+    return -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
 
 
 def make_engine(
@@ -131,6 +108,7 @@ def make_engine(
     folder: Path | None,
     optim: OptimConfig | None = None,
     total_steps: int = 1,
+    temperature: float = 1.0,
 ) -> Engine:
     """A policy on its engine: on the meta device first, then each rank's slices."""
     policy = Policy(build_meta(model.hf_config, trust_remote_code=config.model.trust_remote_code))
@@ -144,7 +122,7 @@ def make_engine(
         engine,
         optim=optim,
         total_steps=total_steps,
-        temperature=config.rollout.temperature or 1.0,
+        temperature=temperature,
         seed=config.model.seed,
     )
 
@@ -158,32 +136,7 @@ def make_rollout_engine(config: Config, model: Model, runtime: Runtime) -> Rollo
     return TransformersRollout(lm, model.eos_token_ids, config.rollout.max_batch_rows)
 
 
-def build_roles(config: Config, inputs: Inputs, runtime: Runtime) -> Roles:
-    """Every role of the plan, on this rank's pool."""
-    model, residency = inputs.model, Residency()
-    steps = optimizer_steps(config, inputs.total_steps)
-    actor = make_engine(
-        "actor", config, model, config.actor.engine, runtime,
-        folder=model.folder, optim=config.actor.optim, total_steps=steps,
-    )
-    _let_move(residency, "actor", actor, config.actor.engine)
-    ref = None
-    if "ref" in runtime.plan.roles:
-        folder = resolve(config.ref.path) if config.ref.path else model.folder
-        ref = make_engine("ref", config, model, config.ref.engine, runtime, folder=folder)
-        _let_move(residency, "ref", ref, config.ref.engine)
-    layout = runtime.layout("rollout")
-    engine = make_rollout_engine(config, model, runtime)
-    return Roles(
-        actor=ModelRole("actor", actor, runtime.groups.along(runtime.layout("actor").batch, "dp")),
-        ref=ModelRole("ref", ref, runtime.groups.along(runtime.layout("ref").batch, "dp")) if ref else None,
-        rollout=Rollout(config, layout, runtime.pool_rank, engine, actor),
-        reward=Reward(inputs.scorer, model.tokenizer),
-        residency=residency,
-    )
-
-
-def _let_move(residency: Residency, role: str, engine: Engine, config: EngineConfig) -> None:
+def let_move(residency: Residency, role: str, engine: Engine, config: EngineConfig) -> None:
     """Register what the config lets leave the device."""
     for piece, may in (("params", config.offload_params), ("optimizer", config.offload_optimizer)):
         if may:

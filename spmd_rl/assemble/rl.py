@@ -1,0 +1,118 @@
+"""An RL run: its inputs, checked before a model is loaded, then its roles on the runtime."""
+
+from dataclasses import dataclass, replace
+
+from spmd_rl.assemble.model import (
+    Model,
+    let_move,
+    load_model_facts,
+    make_engine,
+    make_order,
+    make_rollout_engine,
+    updates_a_step,
+)
+from spmd_rl.config import Config
+from spmd_rl.data.order import PromptOrder
+from spmd_rl.data.prompts import Prompt, Prompts
+from spmd_rl.data.rows import is_set
+from spmd_rl.models.loading import resolve
+from spmd_rl.observe.tracking import Trackers
+from spmd_rl.rewards.scorer import Scorer
+from spmd_rl.roles.model import ModelRole
+from spmd_rl.roles.residency import Residency
+from spmd_rl.roles.reward import Reward
+from spmd_rl.roles.rollout import Rollout
+from spmd_rl.runtime.bootstrap import Runtime
+from spmd_rl.topology.plan import Plan
+from spmd_rl.trainer.checkpoint import Checkpointer
+from spmd_rl.trainer.trainer import Roles, Trainer
+
+
+@dataclass
+class Inputs:
+    """Everything of an RL run that needs no device: a mistake in any of it is found here."""
+
+    model: Model
+    order: PromptOrder[Prompt]
+    validation: Prompts | None
+    scorer: Scorer
+    total_steps: int
+
+    def facts(self, config: Config, runtime: Runtime) -> dict[str, str]:
+        """Lines for the console's header that only an RL run has."""
+        return {
+            "rollout": f"{config.rollout.name}  {runtime.layout('rollout').mesh}",
+            "batch": f"{config.data.train_batch_size} prompts × {config.rollout.n} samples a step",
+            "prompts": f"{len(self.order.rows)} to train on, {len(self.validation or [])} to validate on",
+        }
+
+    def loop(self, config: Config, runtime: Runtime, trackers: Trackers, checkpointer: Checkpointer) -> Trainer:
+        """The roles on the runtime, and the loop over them."""
+        roles = build_roles(config, self, runtime)
+        return Trainer(
+            config, runtime, roles, self.order, self.validation, trackers, checkpointer, self.total_steps,
+            self.model.fingerprint,
+        )  # fmt: skip
+
+    def close(self) -> None:
+        """End the reward workers."""
+        self.scorer.close()
+
+
+def load_inputs(config: Config, plan: Plan, job_rank: int) -> Inputs:
+    """Read the data and start the reward workers (on ranks that collect replies only)."""
+    model = load_model_facts(config)
+    train = Prompts.build(config.data, config.data.train, model.tokenizer)
+    validation = None
+    if is_set(config.data.val):
+        validation = Prompts.build(config.data, config.data.val, model.tokenizer, train_rows=train.rows)
+    order, total = make_order(config, train)
+    return Inputs(model, order, validation, make_scorer(config, plan, job_rank, train, validation), total)
+
+
+def make_scorer(config: Config, plan: Plan, job_rank: int, *prompts: Prompts | None) -> Scorer:
+    """The reward functions; worker processes only where replies are collected."""
+    rows = [row for p in prompts if p is not None for row in p.rows]
+    layout = plan.roles["rollout"]
+    pool = plan.pools[layout.pool]
+    collects = job_rank in pool and layout.collects(pool.pool_rank(job_rank))
+    reward = config.reward
+    if not collects:
+        reward = replace(reward, num_workers=0)
+    tasks = sorted({s.task for s in (config.data.train, config.data.val) if s.task})
+    scorer = Scorer(reward, tasks=tasks, max_response_length=config.data.max_response_length)
+    scorer.check(rows)
+    return scorer
+
+
+def build_roles(config: Config, inputs: Inputs, runtime: Runtime) -> Roles:
+    """Every role of the plan, on this rank's pool."""
+    model, residency = inputs.model, Residency()
+    temperature = config.rollout.temperature or 1.0
+    steps = inputs.total_steps * updates_a_step(config) * config.actor.ppo_epochs
+    actor = make_engine(
+        "actor",
+        config,
+        model,
+        config.actor.engine,
+        runtime,
+        folder=model.folder,
+        optim=config.actor.optim,
+        total_steps=steps,
+        temperature=temperature,
+    )
+    let_move(residency, "actor", actor, config.actor.engine)
+    ref = None
+    if "ref" in runtime.plan.roles:
+        folder = resolve(config.ref.path) if config.ref.path else model.folder
+        ref = make_engine("ref", config, model, config.ref.engine, runtime, folder=folder, temperature=temperature)
+        let_move(residency, "ref", ref, config.ref.engine)
+    layout = runtime.layout("rollout")
+    engine = make_rollout_engine(config, model, runtime)
+    return Roles(
+        actor=ModelRole("actor", actor, runtime.groups.along(runtime.layout("actor").batch, "dp")),
+        ref=ModelRole("ref", ref, runtime.groups.along(runtime.layout("ref").batch, "dp")) if ref else None,
+        rollout=Rollout(config, layout, runtime.pool_rank, engine, actor),
+        reward=Reward(inputs.scorer, model.tokenizer),
+        residency=residency,
+    )
