@@ -8,7 +8,6 @@ Shapes: T packed tokens, S = T/sp tokens of this rank, H query heads, K key-valu
 
 import inspect
 import math
-from functools import lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -16,12 +15,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.varlen import varlen_attn
 from transformers import AttentionInterface, PretrainedConfig
 
 from spmd_rl.config import ConfigError
 from spmd_rl.models.packing import Packing
 
 NAME = "spmd_rl"
+_SAYS_GQA = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.11 shares key-value heads unasked
 
 
 def register() -> None:
@@ -93,39 +94,29 @@ def _attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, packing: Packing, scale
     """Causal attention inside each row: [T, H, D]."""
     if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
         return _varlen(q_THD, k_TKD, v_TKD, packing, scale, window)
-    return _row_by_row(q_THD, k_TKD, v_TKD, packing.lengths, scale, window)
+    return _row_by_row(q_THD, k_TKD, v_TKD, packing, scale, window)
 
 
 def _varlen(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:
     """One flash-attention kernel over all rows."""
-    from torch.nn.attention.varlen import varlen_attn
-
     cu, longest = packing.cu_seqlens, packing.max_seqlen
     options: dict[str, Any] = {"scale": scale, "window_size": (window - 1 if window is not None else -1, 0)}
-    if _says_gqa():
+    if _SAYS_GQA:
         options["enable_gqa"] = True
     out = varlen_attn(q_THD, k_TKD, v_TKD, cu, cu, longest, longest, **options)
     assert isinstance(out, Tensor), "varlen_attn returns more than a tensor only when asked for return_aux"
     return out
 
 
-@lru_cache
-def _says_gqa() -> bool:
-    """torch 2.11 shares key-value heads unasked; later versions want to be told."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
 @torch.compiler.disable  # the loop runs over data-dependent lengths: a graph of it would be rebuilt for each batch
 def _row_by_row(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, lengths: list[int], scale: float, window: int | None
+    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, packing: Packing, scale: float, window: int | None
 ) -> Tensor:
     """Exact attention for float32, float64 and the CPU: one call for each run of rows that are equally long."""
     share = q_THD.shape[1] // k_TKD.shape[1]
     if share > 1:  # the fused CPU kernel wants as many key-value heads as query heads
         k_TKD, v_TKD = k_TKD.repeat_interleave(share, 1), v_TKD.repeat_interleave(share, 1)
-    runs = _equal_runs(lengths)
+    runs = _equal_runs(packing.lengths)
     outs = []
     for q, k, v, (rows, length) in zip(
         *(x.split([rows * length for rows, length in runs]) for x in (q_THD, k_TKD, v_TKD)), runs, strict=True

@@ -27,6 +27,8 @@ class Packing:
     """The longest row."""
     tokens: int
     """Real tokens, without the padding row."""
+    total: int
+    """T: tokens of all ranks of the group, padding included; a field, so that a compiled layer need not read `lengths`."""
     sp_size: int = 1
     """Ranks that share the tokens."""
     sp_rank: int = 0
@@ -57,12 +59,7 @@ class Packing:
         padding = -tokens % sp_size
         rows += [padding] if padding else []
         cu_seqlens = torch.tensor([0, *rows], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-        return cls(rows, cu_seqlens.to(device), max(rows), tokens, sp_size, sp_rank, sp_group)
-
-    @property
-    def total(self) -> int:
-        """T: tokens of all ranks of the group, padding included."""
-        return sum(self.lengths)
+        return cls(rows, cu_seqlens.to(device), max(rows), tokens, tokens + padding, sp_size, sp_rank, sp_group)
 
     def slice_for(self, sp_rank: int) -> slice:
         """The packed tokens [start, stop) that a rank of the sequence-parallel group holds."""
