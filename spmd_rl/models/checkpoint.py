@@ -54,6 +54,9 @@ class Checkpoint:
     def keys(self) -> set[str]:
         return set(self._files)
 
+    def __contains__(self, key: str) -> bool:
+        return key in self._files
+
     def read(self, names: Sequence[str], shape: Sequence[int], region: Sequence[slice]) -> Tensor:
         """A region of the tensor that goes by one of `names` and has `shape` as a whole.
 

@@ -28,7 +28,7 @@ class Packing:
     tokens: int
     """Real tokens, without the padding row."""
     total: int
-    """T: tokens of all ranks of the group, padding included; a field, so that a compiled layer need not read `lengths`."""
+    """T: tokens of all ranks, padding included; kept, so that a compiled layer need not read `lengths`."""
     sp_size: int = 1
     """Ranks that share the tokens."""
     sp_rank: int = 0
