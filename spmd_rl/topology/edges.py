@@ -49,7 +49,7 @@ class SyncEdge:
         return self._holders(self.source.mesh, job_rank, axes)
 
     def expert_sources(self, job_rank: int) -> list[tuple[int, float]]:
-        """The same for routed experts, which Megatron cuts otherwise (etp, ep, pp); empty without expert parallelism."""
+        """The same for routed experts, which Megatron cuts along etp, ep and pp; empty without expert parallelism."""
         expert = self.source.expert
         if expert is None or expert.axis_size("ep") == 1:
             return []

@@ -82,12 +82,12 @@ class FsdpMemory:
         saved = layers * self._saved
         if self.engine.gradient_checkpointing:
             saved += self.tokens * act.layer_saved(self.shape, e)
-        done = self._grad_shards(self._n - self._root) if first else 0
+        done = self._grad_shards(self._n - self._root - p) if first else 0
         trained = self._trained / self._n
         return {
-            "gradients": max(self._earlier_gradients, done) + self._grad_shards(p),
+            "gradients": max(self._earlier_gradients, done),
             "activations": saved + self.tokens * act.layer_working(self.shape, e) + self._hidden,
-            "gathered parameters": self._gathered_root + 2 * e * p,
+            "gathered parameters": self._gathered_root + e * p * (1 if first else 2),
             "gradient buffers": int(trained * (e * self.shape.head_params * (not self.scalar_head) + (e + 4) * p)),
         }
 

@@ -45,7 +45,8 @@ def test_pack_fills_a_host_that_is_in_use_and_spread_takes_the_emptiest() -> Non
 
 def test_hosts_of_different_sizes_and_classes() -> None:
     plan = plan_of(
-        "+pools.rollout.nnodes=2", "+pools.rollout.n_gpus_per_node=[2,4]", "rollout.pool=rollout", "pools.rollout.node_tag=l40",
+        "+pools.rollout.nnodes=2", "+pools.rollout.n_gpus_per_node=[2,4]", "rollout.pool=rollout",
+        "pools.rollout.node_tag=l40",
         counts=[8, 4, 8, 2], tags=["h100", "l40", "h100", "l40"],
     )  # fmt: skip
     assert plan.pools["rollout"].ranks == (8, 9, 10, 11, 20, 21)
