@@ -12,11 +12,12 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.config.load import save_config
 from spmd_rl.config.run import LoraConfig, ModelConfig
-from spmd_rl.export import find_checkpoint, main
+from spmd_rl.export import main
 from spmd_rl.models.loading import build_meta, load_hf_config, materialise
 from spmd_rl.models.lora import add_adapters
 from spmd_rl.models.names import export_tensors
 from spmd_rl.models.policy import Policy
+from spmd_rl.trainer.checkpoint import find_checkpoint
 
 
 def saved_run(folder: Path, model: ModelConfig, steps: tuple[int, ...] = (2, 10)) -> Policy:
@@ -55,11 +56,14 @@ def test_the_newest_checkpoint_becomes_a_folder(lora: LoraConfig, tmp_path: Path
 
 
 def test_bfloat16_shards_of_a_named_checkpoint(tmp_path: Path) -> None:
-    saved_run(tmp_path, ModelConfig(path="tiny-digits"))
+    policy = saved_run(tmp_path, ModelConfig(path="tiny-digits"), steps=(10, 2))
     checkpoint = tmp_path / "checkpoints" / "step_000002"
     main([str(checkpoint), str(tmp_path / "out"), "--shard-gb", "0.0001"])
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
-    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").dtype == torch.bfloat16
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert model.dtype == torch.bfloat16
+    expected = dict(policy.model.named_parameters())
+    assert all(torch.equal(p, expected[name].bfloat16()) for name, p in model.named_parameters())
 
 
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
