@@ -20,6 +20,7 @@ from spmd_rl.models.loading import (
     resolve,
 )
 from spmd_rl.models.policy import Policy
+from spmd_rl.models.value import HEAD, IGNORED, ValueModel, has_head
 from spmd_rl.roles.residency import Residency
 from spmd_rl.rollout.base import RolloutEngine
 from spmd_rl.rollout.transformers import ATTENTION, TransformersRollout
@@ -96,6 +97,32 @@ def make_order(config: Config, rows: Rows[T]) -> tuple[PromptOrder[T], int]:
 def updates_a_step(config: Config) -> int:
     """Mini-batches that a step's rows are cut into."""
     return -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
+
+
+def make_critic(config: Config, model: Model, runtime: Runtime, total_steps: int) -> Engine:
+    """The value model on its engine. A start without a value head (the actor's has none) gets one that says 0."""
+    critic = config.critic
+    hf_config = load_hf_config(config.model, critic.path) if critic.path else model.hf_config
+    folder = resolve(critic.path) if critic.path else model.folder
+    value_model = ValueModel(build_meta(hf_config, trust_remote_code=config.model.trust_remote_code))
+    if critic.engine.gradient_checkpointing:
+        value_model.model.gradient_checkpointing_enable({"use_reentrant": False})
+    headed = has_head(folder)
+    engine = FsdpEngine(
+        value_model,
+        folder,
+        runtime.layout("critic"),
+        runtime,
+        critic.engine,
+        optim=critic.optim,
+        total_steps=total_steps,
+        seed=config.model.seed,
+        fresh=() if headed else (HEAD,),
+        ignore=IGNORED,
+    )
+    if not headed:
+        value_model.zero_head()
+    return engine
 
 
 def make_engine(

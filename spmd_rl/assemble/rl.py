@@ -1,20 +1,25 @@
 """An RL run: its inputs, checked before a model is loaded, then its roles on the runtime."""
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any
 
+from spmd_rl.algorithms.registry import resolve as resolve_function
 from spmd_rl.assemble.model import (
     Model,
     let_move,
     load_model_facts,
+    make_critic,
     make_engine,
     make_order,
     make_rollout_engine,
     updates_a_step,
 )
-from spmd_rl.config import Config
+from spmd_rl.config import Config, ConfigError
 from spmd_rl.data.order import PromptOrder
 from spmd_rl.data.prompts import Prompt, Prompts
-from spmd_rl.data.rows import is_set
+from spmd_rl.data.rows import data_sources, is_set
+from spmd_rl.engines.base import Engine
 from spmd_rl.models.loading import resolve
 from spmd_rl.observe.tracking import Trackers
 from spmd_rl.rewards.scorer import Scorer
@@ -24,7 +29,10 @@ from spmd_rl.roles.reward import Reward
 from spmd_rl.roles.rollout import Rollout
 from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.topology.plan import Plan
+from spmd_rl.trainer.advantages import configured_estimator
 from spmd_rl.trainer.checkpoint import Checkpointer
+from spmd_rl.trainer.critic import critic_updates
+from spmd_rl.trainer.objective import configured_loss
 from spmd_rl.trainer.trainer import Roles, Trainer
 
 
@@ -61,13 +69,22 @@ class Inputs:
 
 def load_inputs(config: Config, plan: Plan, job_rank: int) -> Inputs:
     """Read the data and start the reward workers (on ranks that collect replies only)."""
+    check_choices(config)
     model = load_model_facts(config)
     train = Prompts.build(config.data, config.data.train, model.tokenizer)
     validation = None
     if is_set(config.data.val):
         validation = Prompts.build(config.data, config.data.val, model.tokenizer, train_rows=train.rows)
+    order: PromptOrder[Prompt]
     order, total = make_order(config, train)
     return Inputs(model, order, validation, make_scorer(config, plan, job_rank, train, validation), total)
+
+
+def check_choices(config: Config) -> None:
+    """Raise ConfigError for an advantage, a loss or a role of the user's own that cannot be found or cannot work."""
+    configured_estimator(config)
+    configured_loss(config)
+    own_roles(config)
 
 
 def make_scorer(config: Config, plan: Plan, job_rank: int, *prompts: Prompts | None) -> Scorer:
@@ -79,17 +96,17 @@ def make_scorer(config: Config, plan: Plan, job_rank: int, *prompts: Prompts | N
     reward = config.reward
     if not collects:
         reward = replace(reward, num_workers=0)
-    tasks = sorted({s.task for s in (config.data.train, config.data.val) if s.task})
-    scorer = Scorer(reward, tasks=tasks, max_response_length=config.data.max_response_length)
+    scorer = Scorer(reward, data_sources=data_sources(rows), max_response_length=config.data.max_response_length)
     scorer.check(rows)
     return scorer
 
 
 def build_roles(config: Config, inputs: Inputs, runtime: Runtime) -> Roles:
-    """Every role of the plan, on this rank's pool."""
+    """Every role of the plan, on this rank's pool; in the end the user's own ones take their places."""
     model, residency = inputs.model, Residency()
     temperature = config.rollout.temperature or 1.0
-    steps = inputs.total_steps * updates_a_step(config) * config.actor.ppo_epochs
+    actor_steps = inputs.total_steps - (config.critic.warmup_steps if "critic" in runtime.plan.roles else 0)
+    steps = actor_steps * updates_a_step(config) * config.actor.ppo_epochs
     actor = make_engine(
         "actor",
         config,
@@ -107,12 +124,35 @@ def build_roles(config: Config, inputs: Inputs, runtime: Runtime) -> Roles:
         folder = resolve(config.ref.path) if config.ref.path else model.folder
         ref = make_engine("ref", config, model, config.ref.engine, runtime, folder=folder, temperature=temperature)
         let_move(residency, "ref", ref, config.ref.engine)
+    critic = None
+    if "critic" in runtime.plan.roles:
+        prompts, epochs = critic_updates(config)
+        critic_steps = inputs.total_steps * -(-config.data.train_batch_size // prompts) * epochs
+        critic = make_critic(config, model, runtime, critic_steps)
+        let_move(residency, "critic", critic, config.critic.engine)
     layout = runtime.layout("rollout")
     engine = make_rollout_engine(config, model, runtime)
-    return Roles(
-        actor=ModelRole("actor", actor, runtime.groups.along(runtime.layout("actor").batch, "dp")),
-        ref=ModelRole("ref", ref, runtime.groups.along(runtime.layout("ref").batch, "dp")) if ref else None,
+    roles = Roles(
+        actor=_on_layout("actor", actor, runtime),
+        ref=_on_layout("ref", ref, runtime) if ref else None,
+        critic=_on_layout("critic", critic, runtime) if critic else None,
         rollout=Rollout(config, layout, runtime.pool_rank, engine, actor),
         reward=Reward(inputs.scorer, model.tokenizer),
         residency=residency,
     )
+    for name, make in own_roles(config).items():
+        setattr(roles, name, make(getattr(roles, name), config, runtime))
+    return roles
+
+
+def _on_layout(name: str, engine: Engine, runtime: Runtime) -> ModelRole:
+    return ModelRole(name, engine, runtime.groups.along(runtime.layout(name).batch, "dp"))
+
+
+def own_roles(config: Config) -> dict[str, Callable[[Any, Config, Runtime], Any]]:
+    """`trainer.roles`: what makes each role of the user's own, from the built-in one."""
+    known = [f.name for f in fields(Roles) if f.name != "residency"]
+    wrong = [name for name in config.trainer.roles if name not in known]
+    if wrong:
+        raise ConfigError(f"trainer.roles.{wrong[0]}: there is no such role; use {', '.join(known)}")
+    return {name: resolve_function(place, {}, "role") for name, place in config.trainer.roles.items()}

@@ -242,6 +242,9 @@ class TrainerConfig:
     """For trackers."""
     seed: int = 0
     """Seed of sampling, of dropout and of mini-batch orders."""
+    roles: dict[str, str] = field(default_factory=dict)
+    """Your own roles: actor | ref | critic | rollout | reward to path/to/file.py:function, which is called as
+    function(built_in, config, runtime) and returns what takes the built-in one's place."""
     device: str = "auto"
     """auto | cpu | cuda."""
     deterministic: bool = False

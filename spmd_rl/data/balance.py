@@ -153,16 +153,18 @@ def assign(
     dp_size: int,
     max_tokens: int,
     multiple_of: int = 1,
+    owner: Sequence[int] | None = None,
 ) -> Assignment:
     """Deal a global batch of N rows out to dp ranks and micro-batches.
 
     `lengths_N` in tokens; `mini_batches`: the rows of each (see `consecutive`), over all epochs in order of the update;
     together they must name every row. Inside a mini-batch the rows are balanced over the dp ranks (their numbers may
     differ, down to none), then each rank's rows go into micro-batches of at most `max_tokens` tokens, as many on every
-    rank. A row that comes again (another PPO epoch) stays on its rank, so that no data moves.
+    rank. A row that comes again (another PPO epoch) stays on its rank, so that no data moves. `owner` [N] gives every
+    row's dp rank where the rows have been dealt out before.
     """
     check_cap(lengths_N, max_tokens)
-    owner = [-1] * len(lengths_N)
+    owner = [-1] * len(lengths_N) if owner is None else list(owner)
     micro = []
     for rows in mini_batches:
         fresh = [row for row in rows if owner[row] < 0]

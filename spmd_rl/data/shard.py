@@ -1,7 +1,7 @@
 """A step's global batch as one rank of the actor's layout sees it: its own rows, and who works on the others."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -20,6 +20,8 @@ class Shard:
     """[N] prompt + response tokens of every row of the step."""
     uids: torch.Tensor
     """int64 [N]"""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What was measured while the rows were made; of all ranks."""
 
     @property
     def mini_batches(self) -> int:

@@ -13,7 +13,7 @@ from spmd_rl.data.batch import Batch, Ragged
 from spmd_rl.observe.metrics import Partial
 
 Outputs = Mapping[str, Tensor]
-"""Token columns of one micro-batch, [R] each: log_probs and entropy, or values."""
+"""Token columns of one micro-batch, [R] each: log_probs, entropy and sum_pi_squared, or values."""
 
 Objective = Callable[[Batch, Outputs], tuple[Tensor, Partial]]
 """(rows of a micro-batch, its outputs with gradient) -> (its share of the mini-batch's loss, its metrics)."""
@@ -21,7 +21,7 @@ Objective = Callable[[Batch, Outputs], tuple[Tensor, Partial]]
 
 @dataclass
 class StepResult:
-    """One optimizer step: this rank's metrics, its share of the loss, the global gradient norm, and whether it was taken."""
+    """One optimizer step: this rank's metrics, its share of the loss, the global gradient norm, whether it was made."""
 
     partial: Partial = field(default_factory=dict)
     loss: float = 0.0

@@ -25,12 +25,12 @@ from spmd_rl.config.roles import EngineConfig, OptimConfig
 from spmd_rl.data.batch import Batch, Ragged
 from spmd_rl.engines.base import Objective, Outputs, StepResult
 from spmd_rl.engines.schedule import learning_rate
-from spmd_rl.observe.metrics import merge
 from spmd_rl.models.attention import gather_tokens
 from spmd_rl.models.loading import materialise
-from spmd_rl.models.packing import Packing, response_positions
 from spmd_rl.models.names import exports
+from spmd_rl.models.packing import Packing, response_positions
 from spmd_rl.models.policy import decoder_layers
+from spmd_rl.observe.metrics import merge
 from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.topology.layout import RoleLayout
 
@@ -59,15 +59,20 @@ class FsdpEngine:
         total_steps: int = 1,
         temperature: float = 1.0,
         seed: int = 0,
+        fresh: Sequence[str] = (),
+        ignore: Sequence[str] = (),
     ) -> None:
-        """Shard `model` (on the meta device) over the layout's mesh, then read each rank's slices from `folder`."""
+        """Shard `model` (on the meta device) over the layout's mesh, then read each rank's slices from `folder`.
+
+        `fresh`, `ignore`: see `materialise`.
+        """
         self.config, self.layout, self.device = config, layout, runtime.device
         self.temperature = temperature
         self.sp_group = runtime.groups.along(layout.batch, "sp")
         self.sp_rank = layout.batch.coords(runtime.pool_rank)["sp"]
         self.sp_size = layout.batch.axis_size("sp")
         self.model = self._shard(model, runtime)
-        materialise(self.model, folder, self._home(), seed=seed)
+        materialise(self.model, folder, self._home(), seed=seed, fresh=fresh, ignore=ignore)
         self.optim = optim
         self.total_steps = total_steps
         self.version = 0
@@ -120,13 +125,15 @@ class FsdpEngine:
         with torch.no_grad():
             for rows in micro:
                 part = batch.select(rows)
-                outputs = self._outputs(part, entropy="entropy" in want)
+                outputs = self._outputs(part, want)
                 lengths = part["responses"].lengths.tolist()
                 for name in want:
                     pieces = outputs[name].cpu().split(lengths)
                     columns[name] += zip(rows, pieces, strict=True)
-        return {name: Ragged.from_rows([piece for _, piece in sorted(pairs, key=lambda p: p[0])], torch.float32)
-                for name, pairs in columns.items()}
+        return {
+            name: Ragged.from_rows([piece for _, piece in sorted(pairs, key=lambda p: p[0])], torch.float32)
+            for name, pairs in columns.items()
+        }
 
     def train(self, batch: Batch, micro: Sequence[Sequence[int]], objective: Objective) -> StepResult:
         assert self.optimizer is not None and self.optim is not None, "a frozen engine cannot be trained"
@@ -134,7 +141,7 @@ class FsdpEngine:
         result = StepResult(lr=learning_rate(self.optim, self.version, self.total_steps))
         for rows in micro:
             part = batch.select(rows)
-            loss, partial = objective(part, self._outputs(part, entropy=True))
+            loss, partial = objective(part, self._outputs(part, ["entropy"]))
             loss.backward()
             result.loss += loss.item()
             result.partial = merge([result.partial, partial])
@@ -148,7 +155,7 @@ class FsdpEngine:
         self.version += 1
         return result
 
-    def _outputs(self, batch: Batch, entropy: bool) -> Outputs:
+    def _outputs(self, batch: Batch, want: Sequence[str]) -> Outputs:
         """Run the model over a micro-batch; token columns of all its response tokens, on every rank of the sp group."""
         prompts, responses = batch["prompts"], batch["responses"]
         if len(batch):
@@ -167,7 +174,8 @@ class FsdpEngine:
             positions=places.to(self.device),
             targets=responses.values[mine].to(self.device),
             temperature=self.temperature,
-            entropy=entropy,
+            entropy="entropy" in want,
+            sum_pi_squared="sum_pi_squared" in want,
             chunk=self.config.logprob_chunk_tokens,
         )
         if self.sp_size == 1 or not len(positions):

@@ -63,7 +63,8 @@ class Policy(nn.Module):
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
     """The repeated blocks, first to last: what is sharded, recomputed and compiled one at a time."""
-    lm = model.model if isinstance(model, Policy) else model
+    inner = getattr(model, "model", None)
+    lm = inner if isinstance(inner, PreTrainedModel) and not isinstance(model, PreTrainedModel) else model
     layers = getattr(lm.get_decoder(), "layers", None) if isinstance(lm, PreTrainedModel) else None
     if not isinstance(layers, nn.ModuleList):
         raise ValueError(f"{type(lm).__name__}: no list of decoder layers found")

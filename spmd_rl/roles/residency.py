@@ -40,7 +40,9 @@ class Residency:
     bytes_out: dict[str, int] = field(default_factory=dict)
     """Last phase's bytes freed, by piece."""
 
-    def register(self, name: str, to_device: Callable[[], int], to_host: Callable[[], int], on_device: bool = True) -> None:
+    def register(
+        self, name: str, to_device: Callable[[], int], to_host: Callable[[], int], on_device: bool = True
+    ) -> None:
         """Let `name` (as in PHASES) leave the device in phases that do not need it."""
         known = set().union(*PHASES.values())
         assert name in known, f"residency: piece {name!r} is needed by no phase; known are {sorted(known)}"

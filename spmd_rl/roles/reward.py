@@ -22,14 +22,24 @@ class Reward:
         self.scorer, self.tokenizer = scorer, tokenizer
         self._counted: Counter[str] = Counter()
 
+    @property
+    def names(self) -> list[str]:
+        """The functions, in the config's order."""
+        return self.scorer.names
+
     def score(self, batch: Batch, prompts: Sequence[Prompt], n: int) -> Batch:
         """Add `score`, `reward/<function>` and `acc` [N], and the objects `text` and `error`.
 
         `prompts` are this rank's own, in the order of the batch's groups of n rows.
         """
-        texts = self._texts(batch)
+        replies = [row.tolist() for row in batch["responses"].rows()]
+        texts = self.tokenizer.batch_decode(replies, skip_special_tokens=True) if replies else []
+        samples = batch["sample"].tolist()
         groups = [
-            [self._completion(batch, texts, prompt, g * n + s) for s in range(n)]
+            [
+                Completion(prompt.row, prompt.uid, samples[i], prompt.text, texts[i], replies[i])
+                for i in range(g * n, (g + 1) * n)
+            ]
             for g, prompt in enumerate(prompts if len(batch) else [])
         ]
         scored = [s for group in self.scorer.score(groups) for s in group]
@@ -53,23 +63,6 @@ class Reward:
         self._counted = now
         dist.all_reduce(fresh, group=group)
         return {f"reward/{name}": value for name, value in zip(COUNTED, fresh.tolist(), strict=True)}
-
-    def _texts(self, batch: Batch) -> list[str]:
-        rows = [row.tolist() for row in batch["responses"].rows()]
-        return self.tokenizer.batch_decode(rows, skip_special_tokens=True) if rows else []
-
-    def _completion(self, batch: Batch, texts: list[str], prompt: Prompt, row: int) -> Completion:
-        ids = batch["responses"]
-        start = int(ids.lengths[:row].sum())
-        tokens = ids.values[start : start + int(ids.lengths[row])].tolist()
-        return Completion(
-            row=prompt.row,
-            uid=prompt.uid,
-            sample=int(batch["sample"][row]),
-            prompt_text=prompt.text,
-            text=texts[row],
-            token_ids=tokens,
-        )
 
 
 def _accuracy(scored: Scored) -> float:

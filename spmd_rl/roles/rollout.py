@@ -16,14 +16,19 @@ from spmd_rl.topology.layout import RoleLayout, split_rows
 class HasPrompt(Protocol):
     """What is sampled for: its number within the run and its token ids."""
 
-    uid: int
-    prompt_ids: list[int]
+    @property
+    def uid(self) -> int: ...
+
+    @property
+    def prompt_ids(self) -> list[int]: ...
 
 
 class Rollout:
     """Samples replies; takes the actor's weights whenever they have changed since the last time."""
 
-    def __init__(self, config: Config, layout: RoleLayout, pool_rank: int, engine: RolloutEngine, actor: Engine) -> None:
+    def __init__(
+        self, config: Config, layout: RoleLayout, pool_rank: int, engine: RolloutEngine, actor: Engine
+    ) -> None:
         self.config, self.layout, self.pool_rank = config, layout, pool_rank
         self.engine, self.actor = engine, actor
         self.synced_at = -1
@@ -61,6 +66,10 @@ class Rollout:
         """How to sample for training."""
         c = self.config.rollout
         return self._params(c.temperature, c.top_p, c.top_k)
+
+    def greedy_params(self) -> SamplingParams:
+        """The likeliest token each time, for a baseline."""
+        return self._params(0.0, 1.0, -1)
 
     def validation_params(self) -> SamplingParams:
         """How to sample for validation."""

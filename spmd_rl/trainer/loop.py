@@ -47,8 +47,11 @@ class Loop(ABC):
             signal.signal(number, self._note_signal)
 
     @abstractmethod
-    def step(self, step: int) -> dict[str, float]:
-        """Do one training step; its metrics. Every rank's call makes the same collectives."""
+    def step(self, step: int) -> dict[str, float] | None:
+        """Do one training step; its metrics, or None when the data has run out (on every rank alike).
+
+        Every rank's call makes the same collectives.
+        """
 
     @abstractmethod
     def validate(self, step: int) -> dict[str, float]:
@@ -65,6 +68,9 @@ class Loop(ABC):
             number = self.done + 1
             with self.timer.phase("step"):
                 metrics = self.step(number)
+            if metrics is None:
+                self.end_of_data()
+                break
             self.done = number
             metrics |= self._timing(metrics)
             ended = number == self.total_steps or self._must_end()
@@ -74,6 +80,14 @@ class Loop(ABC):
             if self._due(self.config.trainer.save_freq, number, ended):
                 self.save()
         self.checkpointer.finish()
+
+    def end_of_data(self) -> None:
+        """The last step turned out to be the last only afterwards: what is due at the end is done now."""
+        test, save = self.config.trainer.test_freq, self.config.trainer.save_freq
+        if self._due(test, self.done, True) and not self._due(test, self.done, False):
+            self.log(self.validate(self.done), self.done)
+        if self._due(save, self.done, True) and not self._due(save, self.done, False):
+            self.save()
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         if metrics:

@@ -1,6 +1,6 @@
 """The step's metrics from what the ranks hold, under verl's names."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -15,9 +15,13 @@ from spmd_rl.runtime.exchange import gather
 
 
 def step_metrics(
-    shard: Shard, partial: Partial, results: Sequence[StepResult], config: Config, dp_group: ProcessGroup
+    shard: Shard,
+    partial: Partial,
+    results: Mapping[str, Sequence[StepResult]],
+    config: Config,
+    dp_group: ProcessGroup,
 ) -> dict[str, float]:
-    """Batch metrics merged over the dp ranks, and the optimizer steps' (already merged) averaged over mini-batches."""
+    """Batch metrics merged over the dp ranks; and those of each role's optimizer steps (merged before), averaged."""
     batch = shard.batch
     mine = batch_metrics(
         batch["score"],
@@ -28,17 +32,20 @@ def step_metrics(
         rewards_N=batch["token_level_rewards"].row_sums(),
         advantages_T=_counted(batch, "advantages"),
         returns_T=_counted(batch, "returns"),
+        values_T=_counted(batch, "values"),
     )
-    return finish(merge_over(mine | partial, dp_group)) | update_metrics(results, "actor")
+    metrics = finish(merge_over(mine | partial, dp_group))
+    for role, steps in results.items():
+        metrics |= update_metrics(steps, role) if steps else {}
+    return metrics
 
 
 def update_metrics(results: Sequence[StepResult], role: str) -> dict[str, float]:
     """Means over a step's optimizer steps; `skipped_updates` counts those with a gradient that was not finite."""
-    metrics = finish(merge([r.partial for r in results]))
+    merged = merge([r.partial for r in results])
     count = max(1, len(results))
-    for name in (f"{role}/pg_loss", f"{role}/kl_loss"):
-        if name in metrics:
-            metrics[name] /= count  # a mini-batch's loss is a sum of shares; a step's is the mean of its mini-batches
+    # a mini-batch's loss is a sum of shares; a step's is the mean of its mini-batches
+    metrics = {name: value / (count if merged[name].kind == "sum" else 1) for name, value in finish(merged).items()}
     metrics[f"{role}/loss"] = sum(r.loss for r in results) / count
     metrics[f"{role}/grad_norm"] = sum(r.grad_norm for r in results) / count
     metrics[f"{role}/lr"] = results[-1].lr if results else 0.0
@@ -47,6 +54,8 @@ def update_metrics(results: Sequence[StepResult], role: str) -> dict[str, float]
 
 
 def _counted(batch: Batch, name: str) -> Any:
+    if name not in batch:
+        return None
     column: Ragged = batch[name]
     return column.values[batch["response_mask"].values > 0]
 

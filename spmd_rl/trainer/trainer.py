@@ -1,14 +1,16 @@
 """The loop. `Trainer.step` is the algorithm; every rank runs every line of it.
 
-A step is two stages: `produce` (prompts, replies, rewards) and `consume` (log-probs, advantages, update).
+A step is two stages: `produce` (prompts, replies, rewards) and `consume` (log-probs, values, advantages, updates). Each
+phase of `consume` writes its columns into the batch; a phase whose role does not play, or whose columns nobody reads,
+does nothing.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
-from spmd_rl.algorithms.advantages import advantage_estimator
 from spmd_rl.algorithms.kl import KlController, kl_controller
 from spmd_rl.config import Config
 from spmd_rl.data.batch import Batch
@@ -22,13 +24,16 @@ from spmd_rl.roles.residency import Residency
 from spmd_rl.roles.reward import Reward
 from spmd_rl.roles.rollout import Rollout
 from spmd_rl.runtime.bootstrap import Runtime
-from spmd_rl.trainer.advantages import add_advantages, token_level_rewards
+from spmd_rl.trainer.advantages import add_advantages, configured_estimator, token_level_rewards
 from spmd_rl.trainer.checkpoint import Checkpointer
-from spmd_rl.trainer.finite import check_columns
+from spmd_rl.trainer.collect import Collect, groups_with_signal, one_round
+from spmd_rl.trainer.correction import add_correction, corrects
+from spmd_rl.trainer.critic import update_critic, value_metrics
+from spmd_rl.trainer.finite import Guard
 from spmd_rl.trainer.loop import Loop
 from spmd_rl.trainer.measure import sample_rows, step_metrics
-from spmd_rl.trainer.objective import policy_objective
-from spmd_rl.trainer.reshard import to_actor
+from spmd_rl.trainer.objective import update_actor
+from spmd_rl.trainer.reshard import columns_of, to_actor
 from spmd_rl.trainer.validation import validate
 
 
@@ -40,11 +45,12 @@ class Roles:
     rollout: Rollout
     reward: Reward
     ref: ModelRole | None = None
+    critic: ModelRole | None = None
     residency: Residency = field(default_factory=Residency)
 
 
 class Trainer(Loop):
-    """RL training: GRPO and kin."""
+    """RL training: GRPO, PPO and kin."""
 
     def __init__(
         self,
@@ -58,63 +64,127 @@ class Trainer(Loop):
         total_steps: int,
         fingerprint: dict[str, Any],
     ) -> None:
-        engines = {"actor": roles.actor.engine}
+        trained = {"actor": roles.actor, "critic": roles.critic}
+        engines = {name: role.engine for name, role in trained.items() if role is not None}
         super().__init__(config, runtime, engines, prompts, trackers, checkpointer, total_steps, fingerprint)
         self.roles, self.prompts, self.validation = roles, prompts, validation
-        self.estimator = advantage_estimator(config.algorithm.adv_estimator)
+        self.estimator = configured_estimator(config)
+        self.collect: Collect = groups_with_signal if config.algorithm.filter_groups.enable else one_round
         kl = config.algorithm.kl_ctrl
         self.kl_ctrl: KlController = kl_controller(kl.type, kl.kl_coef, kl.target_kl, kl.horizon)
 
-    def step(self, step: int) -> dict[str, float]:
-        """One step: sample, score, estimate advantages, update. Returns its metrics."""
-        return self.consume(self.produce(step))
+    def step(self, step: int) -> dict[str, float] | None:
+        """One step: sample, score, estimate advantages, update. Its metrics; None when the data has run out."""
+        shard = self.produce(step)
+        return self.consume(shard) if shard is not None else None
 
-    def produce(self, step: int) -> Shard:
+    def produce(self, step: int) -> Shard | None:
         """Prompts, replies, rewards; then every row goes to the rank of the actor that works on it."""
-        n = self.config.rollout.n
-        rollout, reward = self.roles.rollout, self.roles.reward
-        prompts = self.prompts.take()
-        with self.phase("generate"):
-            batch = rollout.generate(prompts, rollout.training_params(), n, step, self.config.trainer.seed)
-        with self.phase("reward"):
-            batch = reward.score(batch, prompts[rollout.share(len(prompts))], n)
-        self.show(batch, step)
-        return to_actor(batch, step, self.config, self.runtime)
+        found = self.collect(self.prompts, partial(self.sample, step=step), self.config, self.runtime)
+        if found is None:
+            return None
+        self.show(found.batch, step)
+        shard = to_actor(found.batch, step, self.config, self.runtime)
+        shard.metrics = found.metrics
+        return shard
 
     def consume(self, shard: Shard) -> dict[str, float]:
-        """Log-probs, advantages, one optimizer step a mini-batch."""
-        batch, actor, ref = shard.batch, self.roles.actor, self.roles.ref
-        if self.needs_old_log_probs(shard):
-            with self.phase("old_log_prob"):
-                batch["old_log_probs"] = actor.columns(shard, ["log_probs"])["log_probs"]
-        if ref is not None:
-            with self.phase("ref"):
-                batch["ref_log_probs"] = ref.columns(shard, ["log_probs"])["log_probs"]
-        with self.phase("adv"):
-            partial = self.add_advantages(shard)
-        results = []
-        with self.phase("update_actor"):
-            for mini in range(shard.mini_batches):
-                results.append(actor.update(shard, mini, policy_objective(self.config, actor, shard, mini)))
-        return self.measure(shard, partial, results)
+        """Log-probs, values, advantages; then one optimizer step a mini-batch."""
+        self.old_log_probs(shard)
+        self.ref_log_probs(shard)
+        self.values(shard)
+        measured = self.advantages(shard)
+        results = {"critic": self.update_critic(shard), "actor": self.update_actor(shard)}
+        return self.measure(shard, measured, results)
+
+    def sample(self, prompts: Sequence[Prompt], step: int) -> Batch:
+        """This rank's part of the prompts' replies, scored; and greedy replies' scores where they are a baseline."""
+        n, seed = self.config.rollout.n, self.config.trainer.seed
+        rollout, reward = self.roles.rollout, self.roles.reward
+        mine, greedy = prompts[rollout.share(len(prompts))], None
+        with self.phase("generate") as guard:
+            batch = rollout.generate(prompts, rollout.training_params(), n, step, seed)
+            if "reward_baselines" in self.estimator.needs:
+                greedy = rollout.generate(prompts, rollout.greedy_params(), 1, step, seed)
+            guard.check(batch, ["rollout_log_probs"])
+        with self.phase("reward") as guard:
+            batch = reward.score(batch, mine, n)
+            if greedy is not None:
+                batch["reward_baselines"] = reward.score(greedy, mine, 1)["score"].repeat_interleave(n)
+            guard.check(batch, ["score", "reward_baselines"])
+        return batch
+
+    def old_log_probs(self, shard: Shard) -> None:
+        """What the ratio is taken against: the sampler's own log-probs in bypass mode, else the actor's before it moves."""
+        batch, bypass = shard.batch, self.config.algorithm.rollout_correction.bypass_mode
+        want = ["sum_pi_squared"] if "sum_pi_squared" in self.estimator.needs else []
+        if bypass:
+            batch["old_log_probs"] = batch["rollout_log_probs"]
+        elif self.needs_old_log_probs(shard):
+            want.append("log_probs")
+        if not want:
+            return
+        with self.phase("old_log_prob") as guard:
+            found = columns_of(self.roles.actor, shard, want, self.config, self.runtime)
+            for name, column in found.items():
+                batch["old_log_probs" if name == "log_probs" else name] = column
+            guard.check(batch, ["old_log_probs", "sum_pi_squared"])
 
     def needs_old_log_probs(self, shard: Shard) -> bool:
-        """One update a step makes them equal to the update's own; a KL in the reward needs them before that."""
-        return shard.mini_batches > 1 or self.config.algorithm.use_kl_in_reward or "old_log_probs" in self.estimator.needs
-
-    def add_advantages(self, shard: Shard) -> Partial:
-        """Token rewards (score, less the KL penalty), then advantages over the whole step's batch."""
+        """One update a step makes them equal to the update's own; whoever reads them earlier needs them before that."""
         algorithm = self.config.algorithm
-        check_columns(shard.batch, ("score", "old_log_probs", "ref_log_probs"), self.runtime)
-        rewards, partial = token_level_rewards(shard.batch, algorithm, self.kl_ctrl.value)
-        shard.batch["token_level_rewards"] = rewards
-        add_advantages(shard, self.estimator, algorithm, self.roles.actor.dp_group)
-        check_columns(shard.batch, ("advantages",), self.runtime)
-        return partial
+        early = algorithm.use_kl_in_reward or corrects(algorithm.rollout_correction)
+        return shard.mini_batches > 1 or early or "old_log_probs" in self.estimator.needs
 
-    def measure(self, shard: Shard, partial: Partial, results: list[StepResult]) -> dict[str, float]:
+    def ref_log_probs(self, shard: Shard) -> None:
+        """The frozen reference's log-probs, for a KL term."""
+        if self.roles.ref is None:
+            return
+        with self.phase("ref") as guard:
+            found = columns_of(self.roles.ref, shard, ["log_probs"], self.config, self.runtime)
+            shard.batch["ref_log_probs"] = found["log_probs"]
+            guard.check(shard.batch, ["ref_log_probs"])
+
+    def values(self, shard: Shard) -> None:
+        """What the critic expects at each response token."""
+        if self.roles.critic is None:
+            return
+        with self.phase("values") as guard:
+            found = columns_of(self.roles.critic, shard, ["values"], self.config, self.runtime)
+            shard.batch["values"] = found["values"]
+            guard.check(shard.batch, ["values"])
+
+    def advantages(self, shard: Shard) -> Partial:
+        """Rollout correction, token rewards (score, less the KL penalty), advantages over the whole step's batch."""
+        algorithm, actor, batch = self.config.algorithm, self.roles.actor, shard.batch
+        with self.phase("adv") as guard:
+            shard.metrics |= add_correction(shard, algorithm.rollout_correction, actor)
+            batch["token_level_rewards"], measured = token_level_rewards(batch, algorithm, self.kl_ctrl.value)
+            add_advantages(shard, self.estimator, algorithm, actor.dp_group, self.roles.reward.names)
+            guard.check(batch, ["token_level_rewards", "advantages", "returns"])
+        return measured
+
+    def update_critic(self, shard: Shard) -> list[StepResult]:
+        """The critic's optimizer steps."""
+        if self.roles.critic is None:
+            return []
+        with self.phase("update_critic") as guard:
+            return update_critic(self.config, self.roles.critic, shard, self.runtime, guard)
+
+    def update_actor(self, shard: Shard) -> list[StepResult]:
+        """The actor's optimizer steps; none while the critic warms up."""
+        if self.roles.critic is not None and self.done < self.config.critic.warmup_steps:
+            return []
+        with self.phase("update_actor") as guard:
+            minis = range(shard.mini_batches)
+            return [update_actor(self.config, self.roles.actor, shard, mini, guard) for mini in minis]
+
+    def measure(self, shard: Shard, measured: Partial, results: dict[str, list[StepResult]]) -> dict[str, float]:
         """The step's metrics, of all ranks, under verl's names; moves the KL controller."""
-        metrics = step_metrics(shard, partial, results, self.config, self.roles.actor.dp_group)
+        group = self.roles.actor.dp_group
+        metrics = shard.metrics | step_metrics(shard, measured, results, self.config, group)
+        if self.roles.critic is not None:
+            metrics |= value_metrics(shard.batch, group)
         if "actor/reward_kl_penalty" in metrics:
             metrics["actor/reward_kl_penalty_coeff"] = self.kl_ctrl.value
             self.kl_ctrl.update(metrics["actor/reward_kl_penalty"], len(shard.lengths))
@@ -125,7 +195,9 @@ class Trainer(Loop):
         if self.validation is None:
             return {}
         with self.timer.phase("testing"), self.roles.residency.hold("generate"):
-            metrics, samples = validate(self.validation, self.roles.rollout, self.roles.reward, self.config, self.runtime)
+            metrics, samples = validate(
+                self.validation, self.roles.rollout, self.roles.reward, self.config, self.runtime
+            )
         self.trackers.samples(samples, step, "val")
         return metrics
 
@@ -141,7 +213,7 @@ class Trainer(Loop):
         self.kl_ctrl.value = state["kl_coef"]
 
     @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """A phase of the step: its pieces on the device, its time taken."""
+    def phase(self, name: str) -> Iterator[Guard]:
+        """A phase of the step: its pieces on the device, its time taken, and what looks for nan and inf in it."""
         with self.timer.phase(name), self.roles.residency.hold(name):
-            yield
+            yield Guard(self.runtime, name)

@@ -1,0 +1,111 @@
+"""Where a step's rows come from: one round of sampling, or as many as DAPO's dynamic sampling takes.
+
+Whether to sample on is decided from the gathered scores alone, so every rank of every world decides the same.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spmd_rl.algorithms.dapo import has_signal, refill
+from spmd_rl.algorithms.masked import group_index
+from spmd_rl.config import Config, ConfigError
+from spmd_rl.data.batch import Batch
+from spmd_rl.data.prompts import Prompt, PromptOrder
+from spmd_rl.runtime.bootstrap import Runtime
+from spmd_rl.runtime.exchange import gather
+
+logger = logging.getLogger("spmd_rl.trainer")
+
+METRICS = {"score": "score", "acc": "acc", "seq_reward": "score"}
+"""algorithm.filter_groups.metric -> column; a row's token rewards sum to its score."""
+
+Sample = Callable[[Sequence[Prompt]], Batch]
+"""Prompts -> this rank's part of their scored replies, whose row ids count from 0 over all ranks."""
+
+
+@dataclass
+class Collected:
+    """This rank's rows of a step, and what was measured on the way."""
+
+    batch: Batch
+    metrics: dict[str, float]
+
+
+Collect = Callable[[PromptOrder[Prompt], Sample, Config, Runtime], Collected | None]
+"""The step's rows, `row_id` 0..N-1 over all ranks; None when the data has run out."""
+
+
+def one_round(order: PromptOrder[Prompt], sample: Sample, config: Config, runtime: Runtime) -> Collected | None:
+    """The replies to the next prompts, as they are."""
+    prompts = order.take()
+    return Collected(sample(prompts), {}) if prompts else None
+
+
+def groups_with_signal(
+    order: PromptOrder[Prompt], sample: Sample, config: Config, runtime: Runtime
+) -> Collected | None:
+    """Rounds of new prompts until `train_batch_size` groups have replies that differ; the first of them, in order.
+
+    Yu et al., DAPO, arXiv 2503.14476, equation 11. None when the data runs out before; the groups found by then are
+    left, as in verl. ConfigError after `filter_groups.max_num_gen_batches` rounds.
+    """
+    settings, wanted = config.algorithm.filter_groups, config.data.train_batch_size
+    rounds: list[Batch] = []
+    kept = sampled = 0
+    scores: list[Tensor] = []
+    while True:
+        prompts = order.take()
+        if prompts:
+            batch = sample(prompts)
+            metric = METRICS[settings.metric]
+            whole = gather(batch, ["uid", "score", metric], runtime.everyone)
+            signal = has_signal(whole[metric], group_index(whole["uid"])).view(len(prompts), -1)[:, 0]
+            rounds.append(_renumbered(batch, signal, kept, config))
+            kept, sampled = kept + int(signal.sum()), sampled + len(prompts)
+            scores.append(whole["score"])
+        todo = refill(kept, wanted, len(rounds), settings.max_num_gen_batches, exhausted=not prompts)
+        if todo == "train":
+            return Collected(Batch.concat(rounds), _metrics(len(rounds), sampled, kept, wanted, scores))
+        if todo == "stop":
+            _explain(not prompts, kept, sampled, config, runtime)
+            return None
+
+
+def _renumbered(batch: Batch, signal_P: Tensor, before: int, config: Config) -> Batch:
+    """The rows of groups with signal, numbered on after `before` groups; those past the batch's size are left out."""
+    n, wanted = config.rollout.n, config.data.train_batch_size
+    place_P = torch.where(signal_P, before + signal_P.cumsum(0) - 1, wanted)
+    place = place_P[batch["row_id"] // n]
+    keep = (place < wanted).nonzero()[:, 0]
+    out = batch.select(keep)
+    out["row_id"] = place[keep] * n + out["sample"]
+    return out
+
+
+def _metrics(rounds: int, sampled: int, kept: int, wanted: int, scores: list[Tensor]) -> dict[str, float]:
+    """`train/*`: how much had to be sampled, and the scores of all of it (critic/score/* are of the groups kept)."""
+    return {
+        "train/num_gen_batches": float(rounds),
+        "train/num_sampled_prompts": float(sampled),
+        "train/signal_ratio": kept / sampled,
+        "train/num_surplus_groups": float(kept - wanted),
+        "train/sampled_score/mean": float(torch.cat(scores).double().mean()),
+    }
+
+
+def _explain(exhausted: bool, kept: int, sampled: int, config: Config, runtime: Runtime) -> None:
+    """Say why there is no batch: the end of the data is an end of the run, too many rounds are an error."""
+    wanted, most = config.data.train_batch_size, config.algorithm.filter_groups.max_num_gen_batches
+    found = f"{kept} of the {wanted} groups with signal were found among {sampled} prompts"
+    if not exhausted:
+        raise ConfigError(
+            f"dynamic sampling: {found} in max_num_gen_batches={most} rounds. The replies to a prompt hardly ever "
+            f"differ in {config.algorithm.filter_groups.metric}: check that the problems are neither too hard nor too "
+            "easy; or raise algorithm.filter_groups.max_num_gen_batches (0: no bound), or raise rollout.n"
+        )
+    if runtime.is_first:
+        logger.warning("dynamic sampling: the data ran out when %s; the run ends here", found)
