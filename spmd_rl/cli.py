@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmd_rl.config import ConfigError
-from spmd_rl.config.load import parse_arguments
+from spmd_rl.config.load import parse_arguments, take_option
 from spmd_rl.topology.cluster import Cluster
 from spmd_rl.topology.plan import Plan
 
@@ -25,12 +25,14 @@ class Command:
     """Where its `main` is."""
     summary: str
     """Its line in the help."""
+    options: tuple[str, ...] = ()
+    """Options with a value that it takes besides those of every config."""
 
 
 COMMANDS: dict[str, Command] = {
     "train": Command("spmd_rl.train", "train; --nproc N starts N ranks on this host"),
     "eval": Command("spmd_rl.evaluate", "only validate a model or a checkpoint"),
-    "generate": Command("spmd_rl.generate", "only sample replies to prompts"),
+    "generate": Command("spmd_rl.generate", "only sample replies to prompts", ("--data", "--output")),
     "plan": Command("spmd_rl.topology.command", "show who does what, with which memory, before a GPU is taken"),
     "launch": Command("spmd_rl._launch.command", "start or submit a job: torchrun, Slurm, torchx"),
     "status": Command("spmd_rl._launch.status", "how submitted jobs are doing"),
@@ -95,7 +97,10 @@ def find_main(name: str) -> Callable[[list[str]], int]:
 def run_on_ranks(name: str, argv: list[str]) -> int:
     """Run in this process, or check config and plan here, once, and start torchrun with the same arguments."""
     argv, nproc = take_option(argv, "--nproc")
-    arguments = parse_arguments(argv)
+    plain = argv
+    for option in COMMANDS[name].options:
+        plain, _ = take_option(plain, option)
+    arguments = parse_arguments(plain)
     shown = arguments.text(f"spmd-rl {name} [--nproc N]")
     if shown is not None:
         print(shown, end="")
@@ -125,21 +130,6 @@ def threads_per_rank(nproc: str) -> int:
     """CPU threads that each of the ranks may use: this host's cores shared out, at least one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return max(1, cores // int(nproc)) if nproc.isdigit() else 1
-
-
-def take_option(argv: list[str], name: str) -> tuple[list[str], str | None]:
-    """(the words without the option, its value): `--nproc 2` and `--nproc=2`. Raises ConfigError without a value."""
-    rest, value, words = [], None, iter(argv)
-    for word in words:
-        if word == name:
-            value = next(words, None)
-            if value is None:
-                raise ConfigError(f"{name} needs a value")
-        elif word.startswith(f"{name}="):
-            value = word.partition("=")[2]
-        else:
-            rest.append(word)
-    return rest, value
 
 
 def _exists(module: str) -> bool:

@@ -23,7 +23,7 @@ from spmd_rl.models.loading import (
 from spmd_rl.models.lora import add_adapters
 from spmd_rl.models.names import export_tensors
 from spmd_rl.models.policy import Policy
-from spmd_rl.trainer.checkpoint import committed, find_resume
+from spmd_rl.trainer.checkpoint import find_checkpoint
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
@@ -42,17 +42,6 @@ def main(argv: list[str]) -> int:
     export(source, options.folder, DTYPES[options.dtype], int(options.shard_gb * 1e9))
     print(f"{source} -> {options.folder}")
     return 0
-
-
-def find_checkpoint(path: Path) -> Path:
-    """`path` when it is a committed checkpoint, else the newest one of the run whose output_dir it is.
-
-    Raises ConfigError when there is none.
-    """
-    newest = committed(path)
-    found = newest[-1] if newest else find_resume(str(path), path)
-    assert found is not None, "find_resume raises for a folder that is no checkpoint"
-    return found
 
 
 def export(checkpoint: Path, folder: Path, dtype: torch.dtype, max_shard_bytes: int = 4 << 30) -> None:

@@ -163,6 +163,21 @@ def parse_arguments(argv: list[str]) -> Arguments:
     return arguments
 
 
+def take_option(argv: list[str], name: str) -> tuple[list[str], str | None]:
+    """(the words without the option, its value): `--nproc 2` and `--nproc=2`. Raises ConfigError without a value."""
+    rest, value, words = [], None, iter(argv)
+    for word in words:
+        if word == name:
+            value = next(words, None)
+            if value is None:
+                raise ConfigError(f"{name} needs a value")
+        elif word.startswith(f"{name}="):
+            value = word.partition("=")[2]
+        else:
+            rest.append(word)
+    return rest, value
+
+
 def usage(command: str, config_dirs: list[str | Path] | None = None) -> str:
     """How to call a command that takes a config, with the presets that there are."""
     known = groups([*map(Path, config_dirs or []), packaged_configs()])

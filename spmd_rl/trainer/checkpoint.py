@@ -1,7 +1,7 @@
 """Checkpoints: torch DCP shards and one JSON, written aside and committed by a rename; resumed at any world size.
 
-    <output_dir>/checkpoints/step_000040/            committed: complete in every byte
-    <output_dir>/checkpoints/step_000060.partial/    being written, or torn: never picked up, removed at the next save
+<output_dir>/checkpoints/step_000040/            committed: complete in every byte
+<output_dir>/checkpoints/step_000060.partial/    being written, or torn: never picked up, removed at the next save
 """
 
 import json
@@ -52,6 +52,17 @@ def find_resume(resume: str, output_dir: Path) -> Path | None:
         hint = f"; committed there: {', '.join(map(str, inside))}" if inside else ""
         raise ConfigError(f"trainer.resume={resume} is not a committed checkpoint (no trainer.json in it){hint}")
     return folder
+
+
+def find_checkpoint(path: Path) -> Path:
+    """`path` when it is a committed checkpoint, else the newest one of the run whose output_dir it is.
+
+    Raises ConfigError when there is none.
+    """
+    newest = committed(path)
+    found = newest[-1] if newest else find_resume(str(path), path)
+    assert found is not None, "find_resume raises for a folder that is no checkpoint"
+    return found
 
 
 def read_state(folder: Path) -> dict[str, Any]:
