@@ -17,8 +17,10 @@ T = TypeVar("T")
 class Rows(Protocol[T_co]):
     """What an order runs over: `Prompts`, `ChatRows`."""
 
-    fingerprint: int
-    """Changes when the rows do."""
+    @property
+    def fingerprint(self) -> int:
+        """Changes when the rows do."""
+        ...
 
     def __len__(self) -> int: ...
 

@@ -144,14 +144,22 @@ class Scorer:
             scored.score += weight * part
             if outcome.error:
                 failures.append(f"reward '{name}': {outcome.error}")
-        penalty = overlong_penalty(completion.length, self.max_response_length, self.config)
         if self.config.overlong_buffer_len:
-            scored.extra["overlong_reward"] = penalty
-        scored.score += penalty
+            scored.extra["overlong_reward"] = penalty = self._overlong_penalty(completion.length)
+            scored.score += penalty
         if failures:
             scored.score, scored.error = self.config.on_error, "\n".join(failures)
             self._count_failure(completion, scored.error)
         return scored
+
+    def _overlong_penalty(self, length: int) -> float:
+        """DAPO's, for a reply of `length` tokens."""
+        import torch  # here, so that worker processes, which score nothing by length, start without it
+
+        from spmd_rl.algorithms.dapo import overlong_penalty
+
+        buffer, factor = self.config.overlong_buffer_len, self.config.overlong_penalty_factor
+        return float(overlong_penalty(torch.tensor([length]), self.max_response_length, buffer, factor))
 
     def _count_failure(self, completion: Completion, error: str) -> None:
         self.stats["errors"] += 1
@@ -176,12 +184,3 @@ class Scorer:
 
     def __exit__(self, *exc: Any) -> None:
         self.close()
-
-
-def overlong_penalty(length: int, max_response_length: int, config: RewardConfig) -> float:
-    """DAPO's soft over-long punishment (https://arxiv.org/abs/2503.14476, eq. 13): 0 up to max - buffer tokens, then
-    linear down to -overlong_penalty_factor at max."""
-    if not config.overlong_buffer_len:
-        return 0.0
-    exceed = length - (max_response_length - config.overlong_buffer_len)
-    return min(-exceed / config.overlong_buffer_len * config.overlong_penalty_factor, 0.0)

@@ -115,7 +115,7 @@ class Trainer(Loop):
         return batch
 
     def old_log_probs(self, shard: Shard) -> None:
-        """What the ratio is taken against: the sampler's own log-probs in bypass mode, else the actor's before it moves."""
+        """What the ratio is taken against: the sampler's own log-probs in bypass mode, else the actor's so far."""
         batch, bypass = shard.batch, self.config.algorithm.rollout_correction.bypass_mode
         want = ["sum_pi_squared"] if "sum_pi_squared" in self.estimator.needs else []
         if bypass:

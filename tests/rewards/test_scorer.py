@@ -12,7 +12,6 @@ from spmd_rl.config.roles import RewardConfig
 from spmd_rl.config.run import DataConfig, SourceConfig
 from spmd_rl.data.rows import data_sources, load_rows
 from spmd_rl.rewards import Completion, Scorer
-from spmd_rl.rewards.scorer import overlong_penalty
 from tests.rewards.groups import group
 
 Write = Callable[[str], str]
@@ -220,11 +219,11 @@ def test_equal_names_are_told_apart(write: Write) -> None:
 
 def test_overlong_penalty_is_dapos() -> None:
     config = RewardConfig(overlong_buffer_len=4, overlong_penalty_factor=0.5, num_workers=0, functions=["gsm8k"])
-    assert [overlong_penalty(n, 10, config) for n in (0, 6, 8, 10)] == [0, 0, -0.25, -0.5]
     ((short, long),) = Scorer(config, max_response_length=10).score([group("#### 1", "####    18")])
     assert (short.score, short.extra["overlong_reward"]) == (0.0, 0.0)
     assert (long.score, long.extra["overlong_reward"]) == (-0.5, -0.5)
-    assert overlong_penalty(10, 10, RewardConfig()) == 0.0
+    (plain,) = Scorer(RewardConfig(num_workers=0, functions=["gsm8k"])).score([group("####    18")])
+    assert (plain[0].score, "overlong_reward" in plain[0].extra) == (0.0, False)
 
 
 def test_a_tasks_rows_are_scored_by_its_own_scorer_in_a_worker() -> None:
