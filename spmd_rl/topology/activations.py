@@ -60,11 +60,17 @@ def last_norm(shape: ModelShape, e: int) -> int:
     return _norm(shape.hidden, e) + e * shape.hidden
 
 
-def head_forward(shape: ModelShape, chunk: int, entropy: bool) -> int:
-    """Bytes (not per token) of a chunk's logits: z in float32 beside the logsumexp's or the entropy's temporaries."""
-    return chunk * shape.vocab * (12 if entropy else 8)
+def head_forward(shape: ModelShape, chunk: int, e: int, entropy: bool, fused: bool) -> int:
+    """Bytes (not per token) of the logits of a chunk of tokens, while the chunk before is let go.
+
+    `fused`: the CUDA kernels read logits in the compute type. Else they are widened to float32, beside the temporaries
+    of the logsumexp or of the entropy.
+    """
+    return chunk * shape.vocab * (2 * e if fused else 12 if entropy else 8)
 
 
-def head_backward(shape: ModelShape, chunk: int, e: int) -> int:
-    """Bytes of a chunk's z, probabilities and gradient, beside the head's whole gradient summed in float32."""
-    return chunk * shape.vocab * (8 + (e if e < 4 else 0)) + 4 * shape.head_params
+def head_backward(shape: ModelShape, chunk: int, e: int, fused: bool) -> int:
+    """Bytes of a chunk's logits and their gradient beside the head's gradient, summed in float32, then cast."""
+    working = chunk * shape.vocab * (2 * e if fused else 8 + (e if e < 4 else 0))
+    casting = chunk * shape.vocab * e + (e * shape.head_params if e < 4 else 0)
+    return 4 * shape.head_params + max(working, casting)

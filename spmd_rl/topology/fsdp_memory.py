@@ -36,6 +36,8 @@ class FsdpMemory:
     """Parameters with gradients; None means all (LoRA trains fewer)."""
     scalar_head: bool = False
     """A critic or reward model: one number a token instead of logits."""
+    fused_head: bool = True
+    """The head runs in fused kernels (CUDA)."""
 
     def held(self, trained: bool) -> Items:
         """Between calls: master shards, and AdamW's moments of what is trained."""
@@ -68,7 +70,7 @@ class FsdpMemory:
         """Everything is saved, no gradient of this micro-batch yet; the last layer's gather buffer is still held."""
         e = self._e
         forward = self._head_forward(entropy=True)
-        backward = act.head_backward(self.shape, self._chunk, e) if not self.scalar_head else 0
+        backward = 0 if self.scalar_head else act.head_backward(self.shape, self._chunk, e, self.fused_head)
         return {
             "gradients": self._earlier_gradients,
             "activations": self.shape.layers * self._saved + self._last_norm + 2 * self._hidden,
@@ -171,4 +173,4 @@ class FsdpMemory:
         return int(4 * parameters * (self._trained / self._n)) // self._s
 
     def _head_forward(self, entropy: bool) -> int:
-        return 0 if self.scalar_head else act.head_forward(self.shape, self._chunk, entropy)
+        return 0 if self.scalar_head else act.head_forward(self.shape, self._chunk, self._e, entropy, self.fused_head)

@@ -83,7 +83,15 @@ def engine_memory(
     sp = layout.batch.axis_size("sp")
     lora = _lora_params(config, shape) if spec.role == "actor" and config.model.lora.rank else None
     return FsdpMemory(
-        shape, layout, spec.engine, -(-work.tokens // sp), -(-work.logit_tokens // sp), work.micro_batches, lora, scalar
+        shape,
+        layout,
+        spec.engine,
+        -(-work.tokens // sp),
+        -(-work.logit_tokens // sp),
+        work.micro_batches,
+        lora,
+        scalar,
+        fused_head=config.trainer.device != "cpu",
     )
 
 

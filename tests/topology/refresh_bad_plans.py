@@ -1,4 +1,4 @@
-"""Rewrites bad_plans.yaml with what the plan says now: `python -m tests.topology.refresh_bad_plans`, then read the diff."""
+"""Rewrites bad_plans.yaml with what the plan says now: `python -m tests.topology.refresh_bad_plans`. Read the diff."""
 
 from pathlib import Path
 

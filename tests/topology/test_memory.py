@@ -136,7 +136,7 @@ def test_checkpointing_offload_and_chunks_take_off_what_they_should() -> None:
     host = update("actor.engine.fsdp.offload_policy=true")
     assert "actor: optimizer" not in host.items
     assert host.peak < recomputed.peak - 12 * 0.59e9
-    assert update("actor.engine.logprob_chunk_tokens=256").peak < recomputed.peak
+    assert update("actor.engine.logprob_chunk_tokens=8192").peak > recomputed.peak + 2e9
     sharded = update("actor.engine.fsdp.ulysses_size=2", ranks=2)
     assert sharded.items["actor: activations"] < 0.6 * recomputed.items["actor: activations"]
 
