@@ -56,10 +56,12 @@ def gumbel(keys_B: Tensor, positions_B: Tensor, vocab: int) -> Tensor:
     high = (keys_B >> 32 & 0xFFFFFFFF) + positions_B * 0x85157AF5 & 0xFFFFFFFF
     x = torch.arange(vocab, dtype=torch.int32, device=keys_B.device) * _GOLDEN32
     x = x[None] ^ _as_int32(low)[:, None]
-    x = _mix32(x)
+    spare = torch.empty_like(x)
+    _mix32(x, spare)
     x ^= _as_int32(high)[:, None]
-    x = _mix32(x)
-    u = ((x >> 8) & 0xFFFFFF).to(torch.float32).add_(0.5).mul_(2.0**-24)  # in (0, 1), 24 bits
+    _mix32(x, spare)
+    x = _shift(x, 8, spare)
+    u = x.to(torch.float32).add_(0.5).mul_(2.0**-24)  # in (0, 1), 24 bits
     return u.log_().neg_().log_().neg_()
 
 
@@ -68,22 +70,32 @@ def _as_int32(x: Tensor) -> Tensor:
     return torch.where(x >= 1 << 31, x - (1 << 32), x).to(torch.int32)
 
 
-def _mix32(x: Tensor) -> Tensor:
-    """A bijective avalanche mix of 32 bits (xorshift-multiply, constants of C. Wellons' hash search)."""
-    x ^= (x >> 16) & 0xFFFF
+def _mix32(x: Tensor, spare: Tensor) -> None:
+    """A bijective avalanche mix of 32 bits, in place (xorshift-multiply, constants of C. Wellons' hash search)."""
+    x ^= _shift(x, 16, spare)
     x *= _MIX_A
-    x ^= (x >> 15) & 0x1FFFF
+    x ^= _shift(x, 15, spare)
     x *= _MIX_B
-    x ^= (x >> 16) & 0xFFFF
-    return x
+    x ^= _shift(x, 16, spare)
+
+
+def _shift(x: Tensor, bits: int, out: Tensor) -> Tensor:
+    """x >> bits as if unsigned, into `out`."""
+    torch.bitwise_right_shift(x, bits, out=out)
+    return out.bitwise_and_((1 << (32 - bits)) - 1)
 
 
 def sample(
-    logits_BV: Tensor, params: SamplingParams, keys_B: Tensor, positions_B: Tensor, rows_at_once: int = 32
+    logits_BV: Tensor, params: SamplingParams, keys_B: Tensor, positions_B: Tensor, rows_at_once: int | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Draw one token a row: (tokens int64 [B], log-probs float32 [B] under the processed distribution)."""
+    """Draw one token a row: (tokens int64 [B], log-probs float32 [B] under the processed distribution).
+
+    `rows_at_once` bounds the noise and the float32 logits that exist at one time; unset: what stays in a CPU's cache,
+    or 256 rows on a GPU.
+    """
+    rows_at_once = rows_at_once or (256 if logits_BV.is_cuda else 4)
     tokens, logprobs = [], []
-    for at in range(0, len(logits_BV), rows_at_once):  # noise and float32 logits of a few rows at one time
+    for at in range(0, len(logits_BV), rows_at_once):
         part = slice(at, at + rows_at_once)
         scaled = process(logits_BV[part], params)
         if params.temperature == 0:

@@ -32,10 +32,13 @@ class KvCache:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def prefill(self, layer: int, k_PKLD: Tensor, v_PKLD: Tensor) -> None:
-        """Store right-padded prompts, each for all of its samples. What lies past a row's length is never read."""
+        """Store right-padded prompts, each for all of its samples.
+
+        Places past a row's length are masked, but must be finite all the same: 0 × nan is nan.
+        """
         p, heads, length, dim = k_PKLD.shape
         shape = (p * self.copies, heads, self.capacity, dim)
-        k, v = k_PKLD.new_empty(shape), v_PKLD.new_empty(shape)
+        k, v = k_PKLD.new_zeros(shape), v_PKLD.new_zeros(shape)
         k[:, :, :length] = k_PKLD.repeat_interleave(self.copies, dim=0)
         v[:, :, :length] = v_PKLD.repeat_interleave(self.copies, dim=0)
         self.layers[layer] = (k, v)
@@ -59,7 +62,8 @@ class KvCache:
 
     def keep(self, rows: Tensor) -> None:
         self.lengths = self.lengths[rows]
-        self.layers = {i: (k[rows], v[rows]) for i, (k, v) in self.layers.items()}
+        for layer, (k, v) in self.layers.items():  # one at a time: never a second copy of all of them
+            self.layers[layer] = (k[rows], v[rows])
 
 
 def _attention(
