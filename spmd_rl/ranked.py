@@ -1,6 +1,7 @@
 """What the commands that run on many ranks have in common: `train`, `eval`, `generate`."""
 
 import sys
+import time
 from collections.abc import Callable
 
 from spmd_rl.config import Config, ConfigError
@@ -8,10 +9,15 @@ from spmd_rl.config.load import parse_arguments
 from spmd_rl.runtime.environment import LaunchEnvironment, read_environment
 from spmd_rl.topology.cluster import Cluster
 from spmd_rl.topology.plan import Plan
+from spmd_rl.trainer.checkpoint import CheckpointError
+
+LINGER_S = 10.0
+"""Seconds that the other ranks leave rank 0 to print a mistake: a launcher ends all ranks when one has ended."""
 
 
 def on_every_rank(command: str, argv: list[str], act: Callable[[Config, LaunchEnvironment], None]) -> int:
-    """Compose the config and act on it. Exit status 2 for a user's mistake: every rank finds it, rank 0 prints it."""
+    """Compose the config and act on it. Exit status 2 for a user's mistake: every rank finds it, rank 0 prints it; 1
+    when a checkpoint cannot be written."""
     env = read_environment()
     try:
         arguments = parse_arguments(argv)
@@ -20,11 +26,18 @@ def on_every_rank(command: str, argv: list[str], act: Callable[[Config, LaunchEn
             return 0
         arguments.reject_others()
         act(arguments.config(), env)
-    except ConfigError as error:
-        if env.is_first:
-            print(f"error: {error}", file=sys.stderr, flush=True)
-        return 2
+    except (ConfigError, CheckpointError) as error:
+        report(str(error), env)
+        return 2 if isinstance(error, ConfigError) else 1
     return 0
+
+
+def report(message: str, env: LaunchEnvironment) -> None:
+    """Print a mistake that every rank has found once. One that only another host has is printed by its first rank."""
+    if not env.is_first:
+        time.sleep(LINGER_S)
+    if env.local_rank == 0:
+        print(f"error: {message}", file=sys.stderr, flush=True)
 
 
 def plan_of(config: Config, env: LaunchEnvironment) -> Plan:

@@ -2,6 +2,7 @@
 
 <output_dir>/checkpoints/step_000040/            committed: complete in every byte
 <output_dir>/checkpoints/step_000060.partial/    being written, or torn: never picked up, removed at the next save
+<output_dir>/checkpoints/replaced/step_000080/   of an earlier run; the one now here began before step 80
 """
 
 import json
@@ -33,7 +34,12 @@ class CheckpointError(RuntimeError):
 def committed(output_dir: Path) -> list[Path]:
     """Committed checkpoints, oldest first."""
     found = [p for p in (output_dir / "checkpoints").glob("step_*") if _NAME.match(p.name)]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step_")))
+    return sorted(found, key=step_of)
+
+
+def step_of(checkpoint: Path) -> int:
+    """The step that a committed checkpoint was saved after."""
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def find_resume(resume: str, output_dir: Path) -> Path | None:
@@ -99,6 +105,16 @@ class Checkpointer:
     def _writes(self) -> bool:
         return self.group.rank() == 0
 
+    def begin(self, step: int) -> None:
+        """The run goes on after `step` (0: it starts): later checkpoints, which an earlier run left here, are put
+        aside, so that the next start does not resume from them."""
+        for stale in committed(self.output_dir) if self._writes else []:
+            if step_of(stale) > step:
+                place = stale.parent / "replaced" / stale.name
+                place.parent.mkdir(exist_ok=True)
+                shutil.rmtree(place, ignore_errors=True)
+                os.replace(stale, place)
+
     def save(self, step: int, tensors: dict[str, Any], state: dict[str, Any]) -> None:
         """Save `tensors` (DTensors and tensors, sharded) and `state` (JSON) as step `step`.
 
@@ -121,6 +137,11 @@ class Checkpointer:
                 raise
             self._give_up(partial, _cause(error))
         self._commit(partial, final)
+
+    @property
+    def written(self) -> bool:
+        """This rank's part of a save in the background is on the disk, so that `finish` will not wait for it."""
+        return self.pending is not None and self.pending[0].done()
 
     def finish(self) -> None:
         """Wait for a save in the background and commit it."""
@@ -162,10 +183,9 @@ class Checkpointer:
         if self._writes:
             try:
                 _sync_tree(partial)
-                if final.exists():
-                    shutil.rmtree(final)
                 os.replace(partial, final)
-                for old in committed(self.output_dir)[: -self.config.keep or None] if self.config.keep else []:
+                _sync(final.parent)
+                for old in committed(self.output_dir)[: -self.config.keep] if self.config.keep else []:
                     shutil.rmtree(old)
             except OSError as error:
                 problem = _cause(error)
@@ -187,9 +207,16 @@ def _cause(error: BaseException) -> str:
 def _sync_tree(folder: Path) -> None:
     """Flush every file to the disk before the rename says that they are all there."""
     for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as f:
-                os.fsync(f.fileno())
+        _sync(path)
+    _sync(folder)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def get_rng() -> dict[str, Any]:

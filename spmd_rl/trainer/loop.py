@@ -61,7 +61,8 @@ class Loop(ABC):
         """From the start (or the checkpoint) to the last step, the time limit, or a signal."""
         if resume_from is not None:
             self.load(resume_from)
-        elif self.config.trainer.val_before_train and self.config.trainer.test_freq >= 0:
+        self.checkpointer.begin(self.done)
+        if resume_from is None and self.config.trainer.val_before_train and self.config.trainer.test_freq >= 0:
             self.log(self.validate(0), 0)
         ended = self.done >= self.total_steps
         while not ended:
@@ -73,7 +74,9 @@ class Loop(ABC):
                 break
             self.done = number
             metrics |= self._timing(metrics)
-            ended = number == self.total_steps or self._must_end()
+            ended = number == self.total_steps or self._on_any_rank(self.asked_to_stop or self._late())
+            if self.checkpointer.pending and not self._on_any_rank(not self.checkpointer.written):
+                self.checkpointer.finish()
             if self._due(self.config.trainer.test_freq, number, ended):
                 metrics |= self.validate(number)
             self.log(metrics, number)
@@ -125,11 +128,12 @@ class Loop(ABC):
         """-1 never, 0 only at the end, else every so many steps and at the end."""
         return every >= 0 and (last or (every > 0 and step % every == 0))
 
-    def _must_end(self) -> bool:
-        """Agreed by all ranks: a signal came to some rank, or the time limit is over."""
+    def _late(self) -> bool:
         limit = self.config.trainer.time_limit_s
-        late = limit > 0 and time.monotonic() - self.started > limit
-        flag = torch.tensor([float(late or self.asked_to_stop)])
+        return limit > 0 and time.monotonic() - self.started > limit
+
+    def _on_any_rank(self, here: bool) -> bool:
+        flag = torch.tensor([float(here)])
         dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.runtime.everyone)
         return bool(flag.item())
 
