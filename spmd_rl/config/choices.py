@@ -12,7 +12,7 @@ AGGREGATIONS = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "*.engine.name": ("fsdp", "megatron"),
-    "*.engine.fsdp.param_dtype": ("auto", "float32", "bfloat16"),
+    "*.engine.fsdp.param_dtype": ("auto", "fastest", "float32", "bfloat16"),
     "*.engine.fsdp.reduce_dtype": ("float32", "bfloat16"),
     "*.optim.schedule": ("constant", "cosine"),
     "*.loss_agg_mode": AGGREGATIONS,
@@ -25,7 +25,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "data.overlong_prompts": ("filter", "error", "truncate_left", "truncate_right"),
     "pools.*.placement": ("pack", "spread"),
     "rollout.name": ("transformers", "vllm"),
-    "rollout.dtype": ("auto", "float32", "bfloat16"),
+    "rollout.dtype": ("auto", "fastest", "float32", "bfloat16"),
     "rollout.verify_sync": ("checksum", "full", "off"),
     "trainer.mode": ("rl", "sft"),
     "trainer.schedule": ("colocated", "sequential", "one_step_off"),

@@ -37,7 +37,8 @@ class FsdpConfig:
     ulysses_size: int = 1
     """Ranks that share one sequence (Ulysses sequence parallelism); must divide the attention heads."""
     param_dtype: str = "auto"
-    """Compute type: float32 | bfloat16 | auto (bfloat16 on CUDA, float32 on CPU). Master weights stay float32."""
+    """Compute type: float32 | bfloat16 | auto (bfloat16 on CUDA, float32 on CPU) | fastest (bfloat16 also on a CPU with
+    matrix units for it, AMX). Master weights stay float32."""
     reduce_dtype: str = "float32"
     """Type in which gradients are summed over ranks."""
     reshard_after_forward: bool = True
@@ -217,7 +218,7 @@ class RolloutConfig:
     ignore_eos: bool = False
     """Sample to the full length (for benchmarks)."""
     dtype: str = "auto"
-    """float32 | bfloat16 | auto (as the actor computes)."""
+    """float32 | bfloat16 | fastest | auto (as the actor computes)."""
     max_batch_rows: int = 256
     """Rows that the transformers engine decodes at one time on one rank."""
     gpu_memory_utilization: float = 0.5

@@ -60,7 +60,8 @@ def load_rows(source: SourceConfig, data: DataConfig, *, train_rows: list[Row] |
     """All rows of a source, in its order.
 
     With `train_rows` (the source is the validation set) and `source.exclude_train`, rows whose prompt also occurs in
-    training are left out; a task then makes further problems until it has `source.size`. `source.size` caps files.
+    training are left out; a task then makes further problems until it has `source.size` different ones. `source.size`
+    caps files.
     """
     name = "data.train" if train_rows is None else "data.val"
     if bool(source.files) == bool(source.task):
@@ -71,11 +72,21 @@ def load_rows(source: SourceConfig, data: DataConfig, *, train_rows: list[Row] |
         )
     seen = {prompt_key(row) for row in train_rows} if train_rows is not None and source.exclude_train else set()
     rows = (as_row(index, columns, where, data) for index, (where, columns) in enumerate(_read(source, bool(seen))))
-    fresh = (row for row in rows if not seen or prompt_key(row) not in seen)
+    fresh = _unseen(rows, seen, distinct=source.task is not None) if seen else rows
     kept = list(itertools.islice(fresh, source.size or None))
     if not kept:
         raise ConfigError(f"{name}: no row is left: every prompt of {_called(source)} also occurs in the training set")
     return [Row(**{**vars(row), "index": index}) for index, row in enumerate(kept)] if seen else kept
+
+
+def _unseen(rows: Iterable[Row], seen: set[str], distinct: bool) -> Iterator[Row]:
+    """Rows whose prompt is not in `seen`; with `distinct` none that came before either."""
+    for row in rows:
+        key = prompt_key(row)
+        if key not in seen:
+            if distinct:
+                seen.add(key)
+            yield row
 
 
 def _called(source: SourceConfig) -> str:

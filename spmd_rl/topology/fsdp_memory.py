@@ -19,7 +19,7 @@ from spmd_rl.topology.shape import ModelShape
 Items = dict[str, int]
 """What it is for -> bytes."""
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "auto": 2}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "auto": 2, "fastest": 2}
 
 
 @dataclass(frozen=True)
