@@ -97,8 +97,13 @@ def test_a_run_goes_on_on_other_ranks(worlds: Worlds, tmp_path: Path) -> None:
     assert [steady(row) for row in cut] == [pytest.approx(steady(row), rel=1e-3) for row in whole]
 
 
-def test_a_file_without_replies_is_refused(worlds: Worlds, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_file_without_replies_is_refused(worlds: Worlds, tmp_path: Path) -> None:
     file = tmp_path / "rows.jsonl"
     file.write_text('{"prompt": "1 + 1 ="}\n')
-    argv = ["experiment=sft_tiny", f"data.train.files=[{file}]", "data.train.task=null", f"trainer.output_dir={tmp_path}"]
+    argv = [
+        "experiment=sft_tiny",
+        f"data.train.files=[{file}]",
+        "data.train.task=null",
+        f"trainer.output_dir={tmp_path}",
+    ]
     assert worlds[2].run(train.main, argv) == [2, 2]
