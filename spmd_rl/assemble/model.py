@@ -1,6 +1,7 @@
 """The actor's start as far as it is known without weights, and models on their engines."""
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -169,6 +170,6 @@ def let_move(residency: Residency, role: str, engine: Engine, config: EngineConf
         if may:
             residency.register(
                 f"{role}.{piece}",
-                lambda piece=piece: engine.move(piece, to_host=False),
-                lambda piece=piece: engine.move(piece, to_host=True),
+                partial(engine.move, piece, to_host=False),
+                partial(engine.move, piece, to_host=True),
             )

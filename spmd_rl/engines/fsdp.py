@@ -138,7 +138,8 @@ class FsdpEngine:
         }
 
     def train(self, batch: Batch, micro: Sequence[Sequence[int]], objective: Objective) -> StepResult:
-        assert self.optimizer is not None and self.optim is not None, "a frozen engine cannot be trained"
+        assert self.optimizer is not None, "a frozen engine cannot be trained"
+        assert self.optim is not None, "an optimizer has its settings"
         self.model.train()
         result = StepResult(lr=learning_rate(self.optim, self.version, self.total_steps))
         for rows in micro:

@@ -33,7 +33,9 @@ class Reply:
 class RolloutEngine(Protocol):
     """All ranks of a replica call every method in the same order with the same arguments."""
 
-    def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int) -> list[list[Reply]]:
+    def generate(
+        self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
+    ) -> list[list[Reply]]:
         """n replies for each request, in order."""
         ...
 

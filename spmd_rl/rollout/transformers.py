@@ -76,7 +76,7 @@ def _attention(
     cache: KvCache,
     token_mask: Tensor | None,
     scaling: float | None = None,
-    **_: Any,
+    **unused: Any,
 ) -> tuple[Tensor, None]:
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     if token_mask is None:  # prefill: right padding lies after every real token, so causality alone hides it
@@ -124,7 +124,9 @@ class TransformersRollout:
         """Nothing to do."""
 
     @torch.inference_mode()
-    def generate(self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int) -> list[list[Reply]]:
+    def generate(
+        self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
+    ) -> list[list[Reply]]:
         replies: list[list[Reply]] = [[] for _ in requests]
         for wave in self._waves(requests):
             n = requests[wave[0]].n

@@ -14,8 +14,8 @@ from torch.distributed import ProcessGroup
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.runtime.environment import LaunchEnvironment, read_environment
 from spmd_rl.runtime.process_groups import ProcessGroups, start_pool
-from spmd_rl.topology.layout import RoleLayout
 from spmd_rl.topology.cluster import Pool
+from spmd_rl.topology.layout import RoleLayout
 from spmd_rl.topology.plan import Plan
 
 

@@ -60,7 +60,9 @@ def _in_order(batch: Batch, row_ids: Sequence[int]) -> Batch:
     place = {int(r): i for i, r in enumerate(batch["row_id"].tolist())}
     lost = [r for r in row_ids if r not in place]
     if lost or len(place) != len(batch):
-        raise RuntimeError(f"exchange: rows {lost[:8]} were held by no rank, or {len(batch) - len(place)} rows came twice")
+        raise RuntimeError(
+            f"exchange: rows {lost[:8]} were held by no rank, or {len(batch) - len(place)} rows came twice"
+        )
     return batch.select([place[r] for r in row_ids])
 
 
@@ -106,7 +108,7 @@ def _unpack(data: Tensor, like: Batch) -> Batch:
     reader = _Reader(data)
     n = int(reader.take(1, torch.int64))
     rows: dict[str, Tensor] = {}
-    for name in sorted(like.rows.keys()):
+    for name in sorted(map(str, like.rows.keys())):
         shape = like.rows[name].shape[1:]
         rows[name] = reader.take(n * int(np.prod(shape, dtype=int)), like.rows[name].dtype).reshape(n, *shape)
     ragged: dict[str, Ragged] = {}
