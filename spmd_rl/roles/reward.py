@@ -66,5 +66,6 @@ class Reward:
 
 
 def _accuracy(scored: Scored) -> float:
-    """The function's own `acc`, else the score itself (as verl's validation reads it)."""
-    return float(scored.extra.get("acc", scored.score))
+    """The function's own `acc`, else the score itself without the over-long penalty (as verl reads it)."""
+    penalty = 0.0 if scored.error else scored.extra.get("overlong_reward", 0.0)
+    return float(scored.extra.get("acc", scored.score - penalty))

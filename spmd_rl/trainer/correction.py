@@ -6,21 +6,27 @@ In bypass mode it is the loss that corrects, against the policy of the moment: s
 from spmd_rl.algorithms.correction import rollout_correction
 from spmd_rl.algorithms.masked import row_of
 from spmd_rl.algorithms.signature import offered
-from spmd_rl.config.run import RolloutCorrectionConfig
+from spmd_rl.config import Config
 from spmd_rl.data.batch import Ragged
 from spmd_rl.data.shard import Shard
 from spmd_rl.roles.model import ModelRole
 from spmd_rl.runtime.exchange import gather
 
 
-def corrects(correction: RolloutCorrectionConfig) -> bool:
+def bypasses(config: Config) -> bool:
+    """Whether the sampler's log-probs stand for the old ones."""
+    return config.algorithm.rollout_correction.bypass_mode or config.actor.policy_loss.loss_mode == "bypass_mode"
+
+
+def corrects(config: Config) -> bool:
     """Whether weights or rejection are to be made here, from the old log-probs."""
-    return not correction.bypass_mode and bool(correction.rollout_is or correction.rollout_rs)
+    correction = config.algorithm.rollout_correction
+    return not bypasses(config) and bool(correction.rollout_is or correction.rollout_rs)
 
 
-def add_correction(shard: Shard, correction: RolloutCorrectionConfig, actor: ModelRole) -> dict[str, float]:
+def add_correction(shard: Shard, config: Config, actor: ModelRole) -> dict[str, float]:
     """Write `rollout_is_weights`, take rejected tokens out of `response_mask`; gives `rollout_corr/*` of all ranks."""
-    if not corrects(correction):
+    if not corrects(config):
         return {}
     batch = shard.batch
     whole = gather(batch, ["old_log_probs", "rollout_log_probs", "response_mask"], actor.dp_group)
@@ -31,7 +37,7 @@ def add_correction(shard: Shard, correction: RolloutCorrectionConfig, actor: Mod
         mask.values,
         row_of(mask.lengths),
         len(whole),
-        **offered(rollout_correction, vars(correction)),
+        **offered(rollout_correction, vars(config.algorithm.rollout_correction)),
     )
     rows = batch["row_id"]  # the whole batch is in row_id order, and row ids are 0..N-1
     batch["response_mask"] = Ragged(found.response_mask, mask.lengths).select(rows)

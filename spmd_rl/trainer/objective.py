@@ -22,13 +22,13 @@ from spmd_rl.engines.base import Outputs, StepResult
 from spmd_rl.observe.metrics import Partial, Stat, mean, total
 from spmd_rl.roles.model import ModelRole, sum_over
 from spmd_rl.runtime.exchange import gather
+from spmd_rl.trainer.correction import bypasses
 from spmd_rl.trainer.finite import Guard
 
 
 def configured_loss(config: Config) -> PolicyLoss:
     """`actor.policy_loss.loss_mode`'s, or the bypass mode's. ConfigError when there is none of that name."""
-    bypass = config.algorithm.rollout_correction.bypass_mode
-    return policy_loss("bypass_mode" if bypass else config.actor.policy_loss.loss_mode)
+    return policy_loss("bypass_mode" if bypasses(config) else config.actor.policy_loss.loss_mode)
 
 
 def loss_settings(config: Config) -> dict[str, Any]:

@@ -27,7 +27,7 @@ from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.trainer.advantages import add_advantages, configured_estimator, token_level_rewards
 from spmd_rl.trainer.checkpoint import Checkpointer
 from spmd_rl.trainer.collect import Collect, groups_with_signal, one_round
-from spmd_rl.trainer.correction import add_correction, corrects
+from spmd_rl.trainer.correction import add_correction, bypasses, corrects
 from spmd_rl.trainer.critic import update_critic, value_metrics
 from spmd_rl.trainer.finite import Guard
 from spmd_rl.trainer.loop import Loop
@@ -116,9 +116,9 @@ class Trainer(Loop):
 
     def old_log_probs(self, shard: Shard) -> None:
         """What the ratio is taken against: the sampler's own log-probs in bypass mode, else the actor's so far."""
-        batch, bypass = shard.batch, self.config.algorithm.rollout_correction.bypass_mode
+        batch = shard.batch
         want = ["sum_pi_squared"] if "sum_pi_squared" in self.estimator.needs else []
-        if bypass:
+        if bypasses(self.config):
             batch["old_log_probs"] = batch["rollout_log_probs"]
         elif self.needs_old_log_probs(shard):
             want.append("log_probs")
@@ -132,8 +132,7 @@ class Trainer(Loop):
 
     def needs_old_log_probs(self, shard: Shard) -> bool:
         """One update a step makes them equal to the update's own; whoever reads them earlier needs them before that."""
-        algorithm = self.config.algorithm
-        early = algorithm.use_kl_in_reward or corrects(algorithm.rollout_correction)
+        early = self.config.algorithm.use_kl_in_reward or corrects(self.config)
         return shard.mini_batches > 1 or early or "old_log_probs" in self.estimator.needs
 
     def ref_log_probs(self, shard: Shard) -> None:
@@ -158,7 +157,7 @@ class Trainer(Loop):
         """Rollout correction, token rewards (score, less the KL penalty), advantages over the whole step's batch."""
         algorithm, actor, batch = self.config.algorithm, self.roles.actor, shard.batch
         with self.phase("adv") as guard:
-            shard.metrics |= add_correction(shard, algorithm.rollout_correction, actor)
+            shard.metrics |= add_correction(shard, self.config, actor)
             batch["token_level_rewards"], measured = token_level_rewards(batch, algorithm, self.kl_ctrl.value)
             add_advantages(shard, self.estimator, algorithm, actor.dp_group, self.roles.reward.names)
             guard.check(batch, ["token_level_rewards", "advantages", "returns"])

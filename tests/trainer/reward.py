@@ -7,3 +7,18 @@ def digits(data_source: str, solution_str: str, ground_truth: str, extra_info: A
     """Share of digits and capitals in the reply, digits counting double."""
     marks = sum(2 * c.isdigit() + c.isupper() for c in solution_str)
     return marks / max(1, len(solution_str))
+
+
+def length(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """Characters of the reply."""
+    return float(len(solution_str))
+
+
+def rarely(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """1 for a reply with two digits or more: groups of a model from scratch mostly agree on 0."""
+    return float(sum(c.isdigit() for c in solution_str) >= 2)
+
+
+def never(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """The same for all."""
+    return 0.0
