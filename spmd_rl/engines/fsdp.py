@@ -74,13 +74,16 @@ class FsdpEngine:
         self.sp_rank = layout.batch.coords(runtime.pool_rank)["sp"]
         self.sp_size = layout.batch.axis_size("sp")
         self.model = self._shard(model, runtime)
-        materialise(self.model, folder, self._home(), seed=seed, fresh=fresh, ignore=ignore)
+        self._fill(folder, seed, fresh, ignore)
         self.optim = optim
         self.total_steps = total_steps
         self.version = 0
         self.optimizer = self._make_optimizer(optim) if optim else None
         if optim is None:
             self.model.requires_grad_(False)
+
+    def _fill(self, folder: Path | None, seed: int, fresh: Sequence[str], ignore: Sequence[str]) -> None:
+        materialise(self.model, folder, self._home(), seed=seed, fresh=fresh, ignore=ignore)
 
     def _home(self) -> torch.device:
         """Where the shards live: the host under FSDP's offload policy, else the rank's device."""
@@ -118,7 +121,11 @@ class FsdpEngine:
             {"params": [p for p in trained if p.ndim <= 1], "weight_decay": 0.0},
         ]
         return torch.optim.AdamW(
-            [g for g in groups if g["params"]], lr=optim.lr, betas=(optim.betas[0], optim.betas[1]), eps=optim.eps
+            [g for g in groups if g["params"]],
+            lr=optim.lr,
+            betas=(optim.betas[0], optim.betas[1]),
+            eps=optim.eps,
+            fused=self._home().type == "cuda",  # foreach, the default there, takes another copy of the shards
         )
 
     def forward(self, batch: Batch, micro: Sequence[Sequence[int]], want: Sequence[str]) -> dict[str, Ragged]:

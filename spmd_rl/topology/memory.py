@@ -91,7 +91,7 @@ def engine_memory(
         work.micro_batches,
         lora,
         scalar,
-        fused_head=config.trainer.device != "cpu",
+        cuda=config.trainer.device != "cpu",
     )
 
 
@@ -135,7 +135,10 @@ def _phase_memory(
     for role, layout in roles.items():
         if layout.pool == phase.pool:
             working = role == phase.role
-            held = _held(config, specs[role], layout, role_shape(specs[role], actor), stage if working else 0, working)
+            at = stage if working else 0
+            held = _held(
+                config, specs[role], layout, role_shape(specs[role], actor), at, working, "update" in phase.name
+            )
             items |= {f"{role}: {what}": size for what, size in held.items()}
     moment = ""
     if phase.role == "rollout":
@@ -153,15 +156,17 @@ def _phase_memory(
     return PhaseMemory(phase.name, phase.pool, stage, {k: v for k, v in items.items() if v}, moment)
 
 
-def _held(config: Config, spec: RoleSpec, layout: RoleLayout, shape: ModelShape, stage: int, working: bool) -> Items:
-    """What a role keeps on the GPU in a phase: all of it while it works, else what is not offloaded."""
+def _held(
+    config: Config, spec: RoleSpec, layout: RoleLayout, shape: ModelShape, stage: int, working: bool, updating: bool
+) -> Items:
+    """What a role keeps on the GPU in a phase: all that its work there needs, else what is not offloaded."""
     if spec.engine is None:
         asleep = config.rollout.name == "vllm" and config.rollout.sleep_level > 0 and not working
         return {} if asleep else {"weights": rollout_weights(config, layout, shape)}
     held = engine_memory(config, spec, layout, shape, stage).held(spec.trained)
     if not working and spec.engine.offload_params:
         held["parameters"] = 0
-    if not working and spec.engine.offload_optimizer:
+    if not (working and updating) and spec.engine.offload_optimizer:
         held["optimizer"] = 0
     return held
 

@@ -92,7 +92,7 @@ def test_peak_of_a_training_step(
         step(model, optimizer, rows, micro_batches, tracker)
     (found,) = tracker.get_tracker_snapshot("peak").values()
     shape = ModelShape.from_hf(config.to_dict())
-    estimator = FsdpMemory(shape, layout, engine, rows * ROW, rows * ROW // 2, micro_batches, fused_head=False)
+    estimator = FsdpMemory(shape, layout, engine, rows * ROW, rows * ROW // 2, micro_batches, cuda=False)
     moment, items = estimator.train()
     estimate = sum(estimator.held(trained=True).values()) + sum(items.values())
     assert 0.95 < estimate / found["Total"] < 1.10, (moment, estimate, found["Total"], items)
