@@ -1,12 +1,13 @@
 """From a config to what a run is made of. A mode's `load_inputs` finds the user's mistakes before a model is loaded."""
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 from spmd_rl.assemble import rl, sft
 from spmd_rl.assemble.model import Model
 from spmd_rl.assemble.rl import Inputs, build_roles, load_inputs
 from spmd_rl.config import Config
+from spmd_rl.data.order import PromptOrder
 from spmd_rl.observe.tracking import Trackers
 from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.topology.plan import Plan
@@ -20,6 +21,7 @@ class RunInputs(Protocol):
     """What a mode knows before the runtime starts, and how it makes its loop afterwards."""
 
     model: Model
+    order: PromptOrder[Any]
     total_steps: int
 
     def facts(self, config: Config, runtime: Runtime) -> dict[str, str]:

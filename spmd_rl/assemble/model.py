@@ -12,14 +12,16 @@ from spmd_rl.config.roles import EngineConfig, OptimConfig
 from spmd_rl.data.order import PromptOrder, Rows
 from spmd_rl.engines.base import Engine
 from spmd_rl.engines.fsdp import FsdpEngine, compute_dtype
+from spmd_rl.models.attention import check_attention
 from spmd_rl.models.loading import (
+    allocate,
     build_meta,
     load_generation_config,
     load_hf_config,
     load_tokenizer,
-    materialise,
     resolve,
 )
+from spmd_rl.models.lora import add_adapters
 from spmd_rl.models.policy import Policy
 from spmd_rl.models.value import HEAD, IGNORED, ValueModel, has_head
 from spmd_rl.roles.residency import Residency
@@ -69,6 +71,7 @@ def load_model_facts(config: Config) -> Model:
             f"data.max_prompt_length + data.max_response_length = {longest} > {limit} positions of {model.path} "
             "(max_position_embeddings); lower one of them"
         )
+    check_attention(hf_config, config.actor.engine.fsdp.ulysses_size)
     return Model(tokenizer, hf_config, folder, _eos(tokenizer, folder))
 
 
@@ -139,7 +142,10 @@ def make_engine(
     temperature: float = 1.0,
 ) -> Engine:
     """A policy on its engine: on the meta device first, then each rank's slices."""
-    policy = Policy(build_meta(model.hf_config, trust_remote_code=config.model.trust_remote_code))
+    lm = build_meta(model.hf_config, trust_remote_code=config.model.trust_remote_code)
+    if config.model.lora.rank and optim is not None:
+        lm = add_adapters(lm, config.model.lora)
+    policy = Policy(lm)
     if engine.gradient_checkpointing and optim is not None:
         policy.model.gradient_checkpointing_enable({"use_reentrant": False})
     return FsdpEngine(
@@ -160,7 +166,7 @@ def make_rollout_engine(config: Config, model: Model, runtime: Runtime) -> Rollo
     wanted = config.rollout.dtype if config.rollout.dtype != "auto" else config.actor.engine.fsdp.param_dtype
     dtype = compute_dtype(wanted, runtime.device)
     lm = build_meta(model.hf_config, dtype, ATTENTION, config.model.trust_remote_code)
-    materialise(lm, None, runtime.device)
+    allocate(lm, runtime.device)
     return TransformersRollout(lm, model.eos_token_ids, config.rollout.max_batch_rows)
 
 

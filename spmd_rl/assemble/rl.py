@@ -29,6 +29,7 @@ from spmd_rl.roles.reward import Reward
 from spmd_rl.roles.rollout import Rollout
 from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.topology.plan import Plan
+from spmd_rl.topology.roles import role_specs
 from spmd_rl.trainer.advantages import configured_estimator
 from spmd_rl.trainer.checkpoint import Checkpointer
 from spmd_rl.trainer.critic import critic_updates
@@ -103,41 +104,19 @@ def make_scorer(config: Config, plan: Plan, job_rank: int, *prompts: Prompts | N
 
 def build_roles(config: Config, inputs: Inputs, runtime: Runtime) -> Roles:
     """Every role of the plan, on this rank's pool; in the end the user's own ones take their places."""
-    model, residency = inputs.model, Residency()
-    temperature = config.rollout.temperature or 1.0
-    actor_steps = inputs.total_steps - (config.critic.warmup_steps if "critic" in runtime.plan.roles else 0)
-    steps = actor_steps * updates_a_step(config) * config.actor.ppo_epochs
-    actor = make_engine(
-        "actor",
-        config,
-        model,
-        config.actor.engine,
-        runtime,
-        folder=model.folder,
-        optim=config.actor.optim,
-        total_steps=steps,
-        temperature=temperature,
-    )
-    let_move(residency, "actor", actor, config.actor.engine)
-    ref = None
-    if "ref" in runtime.plan.roles:
-        folder = resolve(config.ref.path) if config.ref.path else model.folder
-        ref = make_engine("ref", config, model, config.ref.engine, runtime, folder=folder, temperature=temperature)
-        let_move(residency, "ref", ref, config.ref.engine)
-    critic = None
-    if "critic" in runtime.plan.roles:
-        prompts, epochs = critic_updates(config)
-        critic_steps = inputs.total_steps * -(-config.data.train_batch_size // prompts) * epochs
-        critic = make_critic(config, model, runtime, critic_steps)
-        let_move(residency, "critic", critic, config.critic.engine)
-    layout = runtime.layout("rollout")
-    engine = make_rollout_engine(config, model, runtime)
+    residency, specs = Residency(), role_specs(config)
+    models: dict[str, ModelRole] = {}
+    for name, make_model in (("actor", _actor), ("ref", _ref), ("critic", _critic)):
+        engine_config = specs[name].engine if name in specs else None
+        if engine_config is not None:
+            engine = make_model(config, inputs, runtime)
+            let_move(residency, name, engine, engine_config)
+            models[name] = ModelRole(name, engine, runtime.groups.along(runtime.layout(name).batch, "dp"))
+    sampler = make_rollout_engine(config, inputs.model, runtime)
     roles = Roles(
-        actor=_on_layout("actor", actor, runtime),
-        ref=_on_layout("ref", ref, runtime) if ref else None,
-        critic=_on_layout("critic", critic, runtime) if critic else None,
-        rollout=Rollout(config, layout, runtime.pool_rank, engine, actor),
-        reward=Reward(inputs.scorer, model.tokenizer),
+        **models,
+        rollout=Rollout(config, runtime.layout("rollout"), runtime.pool_rank, sampler, models["actor"].engine),
+        reward=Reward(inputs.scorer, inputs.model.tokenizer),
         residency=residency,
     )
     for name, make in own_roles(config).items():
@@ -145,8 +124,32 @@ def build_roles(config: Config, inputs: Inputs, runtime: Runtime) -> Roles:
     return roles
 
 
-def _on_layout(name: str, engine: Engine, runtime: Runtime) -> ModelRole:
-    return ModelRole(name, engine, runtime.groups.along(runtime.layout(name).batch, "dp"))
+def _actor(config: Config, inputs: Inputs, runtime: Runtime) -> Engine:
+    actor, model = config.actor, inputs.model
+    steps = inputs.total_steps - (config.critic.warmup_steps if "critic" in runtime.plan.roles else 0)
+    return make_engine(
+        "actor",
+        config,
+        model,
+        actor.engine,
+        runtime,
+        folder=model.folder,
+        optim=actor.optim,
+        total_steps=steps * updates_a_step(config) * actor.ppo_epochs,
+        temperature=config.rollout.temperature or 1.0,
+    )
+
+
+def _ref(config: Config, inputs: Inputs, runtime: Runtime) -> Engine:
+    folder = resolve(config.ref.path) if config.ref.path else inputs.model.folder
+    temperature = config.rollout.temperature or 1.0
+    return make_engine("ref", config, inputs.model, config.ref.engine, runtime, folder=folder, temperature=temperature)
+
+
+def _critic(config: Config, inputs: Inputs, runtime: Runtime) -> Engine:
+    prompts, epochs = critic_updates(config)
+    updates = -(-config.data.train_batch_size // prompts) * epochs
+    return make_critic(config, inputs.model, runtime, inputs.total_steps * updates)
 
 
 def own_roles(config: Config) -> dict[str, Callable[[Any, Config, Runtime], Any]]:

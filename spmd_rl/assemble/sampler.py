@@ -1,6 +1,5 @@
 """A policy that only samples: from `model.path`, or from a checkpoint saved at any world size."""
 
-from dataclasses import replace
 from pathlib import Path
 
 from spmd_rl.assemble.model import Model, make_engine, make_rollout_engine
@@ -10,13 +9,6 @@ from spmd_rl.data.rows import load_rows
 from spmd_rl.roles.rollout import Rollout
 from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.trainer.checkpoint import Checkpointer, check_fingerprint, find_checkpoint
-
-
-def sampling_config(config: Config) -> Config:
-    """The config with roles for sampling only: whatever is trained, no reference and no critic is needed."""
-    algorithm = replace(config.algorithm, adv_estimator="grpo", use_kl_in_reward=False)
-    actor = replace(config.actor, use_kl_loss=False)
-    return replace(config, actor=actor, algorithm=algorithm, trainer=replace(config.trainer, mode="rl"))
 
 
 def wanted_checkpoint(config: Config, model: Model) -> Path | None:

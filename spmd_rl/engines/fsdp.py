@@ -27,7 +27,7 @@ from spmd_rl.engines.base import Objective, Outputs, StepResult
 from spmd_rl.engines.schedule import learning_rate
 from spmd_rl.models.attention import gather_tokens
 from spmd_rl.models.loading import materialise
-from spmd_rl.models.names import exports
+from spmd_rl.models.names import export_tensors
 from spmd_rl.models.packing import Packing, response_positions
 from spmd_rl.models.policy import decoder_layers
 from spmd_rl.observe.metrics import merge
@@ -83,7 +83,7 @@ class FsdpEngine:
             self.model.requires_grad_(False)
 
     def _fill(self, folder: Path | None, seed: int, fresh: Sequence[str], ignore: Sequence[str]) -> None:
-        materialise(self.model, folder, self._home(), seed=seed, fresh=fresh, ignore=ignore)
+        materialise(self.model, folder, self._home(), seed=seed, buffer_device=self.device, fresh=fresh, ignore=ignore)
 
     def _home(self) -> torch.device:
         """Where the shards live: the host under FSDP's offload policy, else the rank's device."""
@@ -205,10 +205,7 @@ class FsdpEngine:
         return float(norm)
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
-        parameters = dict(self.model.named_parameters())
-        for export in exports(self.model):
-            sources = [full(parameters[name]) for name in export.sources]
-            yield export.name, export.make(sources).detach()
+        yield from export_tensors(self.model, full)
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"model": get_model_state_dict(self.model)}

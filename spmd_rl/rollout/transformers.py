@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
+from spmd_rl.models.names import destinations
 from spmd_rl.rollout.base import Reply, Request
 from spmd_rl.rollout.sampling import SamplingParams, row_keys, sample
 
@@ -103,17 +104,18 @@ class TransformersRollout:
         self.device = next(model.parameters()).device
         self.eos = frozenset(eos_token_ids)
         self.max_batch_rows = max_batch_rows
-        self._parameters = dict(model.named_parameters(remove_duplicate=False))
+        self._destinations = destinations(model)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        missing = set(self._parameters)
+        missing = set(self._destinations)
         for name, tensor in weights:
-            target = self._parameters[name]
+            if name not in self._destinations:
+                raise RuntimeError(f"weight sync: {name} arrived, but the rollout's model has no such tensor")
+            target = self._destinations[name]
             if target.shape != tensor.shape:
                 raise RuntimeError(f"weight sync: {name} is {tuple(tensor.shape)}, rollout holds {tuple(target.shape)}")
-            target.data.copy_(tensor)
+            target.copy_(tensor)
             missing.discard(name)
-            missing -= {n for n in missing if self._parameters[n] is target}
         if missing:
             raise RuntimeError(f"weight sync: nothing arrived for {sorted(missing)[:5]}")
 
