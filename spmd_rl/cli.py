@@ -12,6 +12,7 @@ from spmd_rl.config import ConfigError
 from spmd_rl.config.load import parse_arguments, take_option
 from spmd_rl.topology.cluster import Cluster
 from spmd_rl.topology.plan import Plan
+from spmd_rl.topology.roles import only_sampling
 
 USER_ERROR = 2
 """Exit status of a command that was called wrongly: wrong option, wrong config."""
@@ -110,7 +111,7 @@ def run_on_ranks(name: str, argv: list[str]) -> int:
         return find_main(name)(argv)
     arguments.reject_others()
     command = torchrun_command(module, argv, nproc)
-    config = arguments.config()
+    config = arguments.config() if name == "train" else only_sampling(arguments.config())
     if nproc.isdigit():
         Plan.from_config(config, Cluster.from_counts([int(nproc)]))
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(nproc)))

@@ -11,12 +11,13 @@ from typing import Any
 
 from spmd_rl.assemble.model import load_model_facts
 from spmd_rl.assemble.rl import make_scorer
-from spmd_rl.assemble.sampler import open_rollout, read_prompts, sampling_config, wanted_checkpoint
+from spmd_rl.assemble.sampler import open_rollout, read_prompts, wanted_checkpoint
 from spmd_rl.config import Config
 from spmd_rl.ranked import on_every_rank, plan_of
 from spmd_rl.roles.reward import Reward
 from spmd_rl.runtime.bootstrap import start, stop
 from spmd_rl.runtime.environment import LaunchEnvironment
+from spmd_rl.topology.roles import only_sampling
 from spmd_rl.trainer.validation import validate
 
 
@@ -27,7 +28,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def evaluate(config: Config, env: LaunchEnvironment) -> None:
     """`rollout.val_n` replies to each prompt of `data.val`, scored."""
-    config = sampling_config(config)
+    config = only_sampling(config)
     plan = plan_of(config, env)
     model = load_model_facts(config)
     checkpoint = wanted_checkpoint(config, model)

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from spmd_rl.assemble.model import load_model_facts
-from spmd_rl.assemble.sampler import open_rollout, read_prompts, sampling_config, wanted_checkpoint
+from spmd_rl.assemble.sampler import open_rollout, read_prompts, wanted_checkpoint
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.config.load import take_option
 from spmd_rl.data.batch import Batch
@@ -27,6 +27,7 @@ from spmd_rl.roles.rollout import Rollout
 from spmd_rl.runtime.bootstrap import Runtime, start, stop
 from spmd_rl.runtime.environment import LaunchEnvironment
 from spmd_rl.runtime.exchange import gather
+from spmd_rl.topology.roles import only_sampling
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -38,7 +39,7 @@ def main(argv: list[str] | None = None) -> int:
 
 def generate(config: Config, env: LaunchEnvironment, source: str | None = None, output: str | None = None) -> None:
     """Sample on every rank's share of the prompts; rank 0 writes all of them."""
-    config = sampling_config(config)
+    config = only_sampling(config)
     source = chosen_source(config, source)
     plan = plan_of(config, env)
     model = load_model_facts(config)

@@ -1,6 +1,6 @@
 """Which roles a run has, where they live and how they are held."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from spmd_rl.config import Config
 from spmd_rl.config.roles import EngineConfig, OptimConfig
@@ -42,6 +42,14 @@ def role_specs(config: Config) -> dict[str, RoleSpec]:
         if c.teacher.enable:
             specs.append(RoleSpec("teacher", c.teacher.pool, c.teacher.engine, None, c.teacher.path))
     return {spec.role: spec for spec in specs}
+
+
+def only_sampling(config: Config) -> Config:
+    """The config of a run that trains nothing (eval, generate): no reference, no critic, groups of any size."""
+    algorithm = replace(config.algorithm, adv_estimator="reinforce_plus_plus", use_kl_in_reward=False)
+    algorithm = replace(algorithm, filter_groups=replace(algorithm.filter_groups, enable=False))
+    actor = replace(config.actor, use_kl_loss=False)
+    return replace(config, actor=actor, algorithm=algorithm, trainer=replace(config.trainer, mode="rl"))
 
 
 def config_path(spec: RoleSpec) -> str:
