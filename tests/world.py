@@ -35,7 +35,7 @@ class World:
         self.size = size
         self._ranks: list[tuple[Any, Connection]] = []
 
-    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+    def run(self, function: Callable[..., Any], *args: Any, timeout_s: float = 400.0) -> list[Any]:
         """function(*args) on every rank, at the same time; what each returned, in rank order.
 
         The function and its arguments must suit pickle. Raises RankError with the first traceback.
