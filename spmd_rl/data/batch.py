@@ -44,6 +44,8 @@ class Ragged:
         return list(self.values.split(self.lengths.tolist()))
 
     def select(self, index: Sequence[int] | Tensor) -> "Ragged":
+        if not len(index):
+            return Ragged(self.values[:0], self.lengths[:0])
         rows = self.rows()
         return Ragged.from_rows([rows[int(i)] for i in index], dtype=self.values.dtype)
 

@@ -114,7 +114,9 @@ def _unpack(data: Tensor, like: Batch) -> Batch:
     ragged: dict[str, Ragged] = {}
     for name in sorted(like.ragged):
         lengths = reader.take(n, torch.int64)
-        ragged[name] = Ragged(reader.take(int(lengths.sum()), like.ragged[name].values.dtype), lengths)
+        shape, total = like.ragged[name].values.shape[1:], int(lengths.sum())
+        values = reader.take(total * int(np.prod(shape, dtype=int)), like.ragged[name].values.dtype)
+        ragged[name] = Ragged(values.reshape(total, *shape), lengths)
     objects = {}
     for name in sorted(like.objects):
         size = int(reader.take(1, torch.int64))
