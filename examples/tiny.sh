@@ -14,6 +14,7 @@ bin=.venv/bin
 rm -rf "$out/warm"
 "$bin/spmd-rl" export "$out/sft" "$out/warm" --dtype float32
 "$bin/spmd-rl" train --nproc 2 experiment=tiny model.path="$out/warm" trainer.output_dir="$out/rl" \
-    trainer.total_training_steps=60 trainer.test_freq=20 rollout.n=8 rollout.val_n=4 rollout.val_temperature=1.0 \
-    data.train_batch_size=16 actor.ppo_mini_batch_size=16 actor.optim.lr=5e-4 "$@"
+    trainer.total_training_steps=40 trainer.test_freq=10 rollout.n=8 rollout.val_n=4 rollout.val_temperature=1.0 \
+    data.train_batch_size=64 actor.ppo_mini_batch_size=64 actor.optim.lr=5e-4 \
+    actor.engine.max_tokens_per_micro_batch=8192 "$@"
 "$bin/spmd-rl" report "$out/rl"
