@@ -12,6 +12,7 @@ from spmd_rl.runtime.bootstrap import Runtime, start, stop
 from spmd_rl.runtime.environment import LaunchEnvironment
 from spmd_rl.trainer.checkpoint import Checkpointer, check_fingerprint, find_resume
 from spmd_rl.trainer.loop import saved_step
+from spmd_rl.trainer.rehearse import rehearse
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -30,6 +31,10 @@ def train(config: Config, env: LaunchEnvironment) -> None:
         if resume_from is not None:
             check_fingerprint(resume_from, inputs.model.fingerprint)
         runtime = start(config, plan, env)
+        if config.trainer.rehearse:
+            report = rehearse(config, inputs, runtime)
+            print(report if runtime.is_first else "", end="", flush=True)
+            return
         if runtime.is_first:
             output_dir.mkdir(parents=True, exist_ok=True)
             save_config(config, output_dir / "config.yaml")

@@ -4,16 +4,17 @@ import ctypes
 import os
 import random
 import signal
+from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.runtime.environment import LaunchEnvironment, read_environment
-from spmd_rl.runtime.process_groups import ProcessGroups, start_pool
+from spmd_rl.runtime.process_groups import ProcessGroups, job_store, start_pool
 from spmd_rl.topology.cluster import Pool
 from spmd_rl.topology.layout import RoleLayout
 from spmd_rl.topology.plan import Plan
@@ -50,8 +51,11 @@ class Runtime:
         dist.barrier(group=self.everyone)
 
 
-def choose_device(wanted: str, local_rank: int) -> torch.device:
-    """`auto` takes CUDA where there is one. The binding is local_rank = device index."""
+def choose_device(wanted: str, local_rank: int, ranks_per_gpu: int = 1) -> torch.device:
+    """`auto` takes CUDA where there is one. The binding is local_rank = device index.
+
+    Where a launcher shows each rank one GPU only (Slurm's --gpus-per-task), that one; `check_binding` sees to the rest.
+    """
     kind = wanted if wanted != "auto" else ("cuda" if torch.cuda.is_available() else "cpu")
     if kind not in ("cpu", "cuda"):
         raise ConfigError(f"trainer.device={wanted}; use auto, cpu or cuda")
@@ -59,24 +63,48 @@ def choose_device(wanted: str, local_rank: int) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigError("trainer.device=cuda, but torch sees no CUDA device; use trainer.device=cpu")
-    if local_rank >= torch.cuda.device_count():
+    seen, index = torch.cuda.device_count(), local_rank // ranks_per_gpu
+    if index >= seen > 1:
         raise ConfigError(
-            f"local_rank={local_rank} >= {torch.cuda.device_count()} CUDA devices of this node: start at most one rank "
-            "per device (--nproc-per-node), or set trainer.device=cpu"
+            f"local_rank={local_rank} >= {seen * ranks_per_gpu}: this node has {seen} CUDA devices, and "
+            f"cluster.ranks_per_gpu={ranks_per_gpu}; start fewer ranks (--nproc-per-node), or set trainer.device=cpu"
         )
-    return torch.device("cuda", local_rank)
+    return torch.device("cuda", index if seen > 1 else 0)
+
+
+def check_binding(store: Store, env: LaunchEnvironment, device_id: str, ranks_per_gpu: int) -> None:
+    """One rank, one process, one GPU: ConfigError on every rank of a node where more ranks share one than asked for.
+
+    `device_id` is this rank's GPU, the same text in every process that uses it. Comes before NCCL, which would hang or
+    fail in its own words.
+    """
+    first = env.rank - env.local_rank
+    store.set(f"device of {env.rank}", device_id)
+    node = range(first, first + env.local_world_size)
+    found = {rank: store.get(f"device of {rank}").decode() for rank in node}
+    for shared, count in Counter(found.values()).items():
+        if count > ranks_per_gpu:
+            ranks = ", ".join(str(rank) for rank, device in found.items() if device == shared)
+            raise ConfigError(
+                f"ranks {ranks} are on one GPU ({shared}), and cluster.ranks_per_gpu={ranks_per_gpu}: start one rank a "
+                f"GPU (--nproc-per-node, CUDA_VISIBLE_DEVICES), or set cluster.ranks_per_gpu={count}"
+            )
 
 
 def start(config: Config, plan: Plan, env: LaunchEnvironment | None = None) -> Runtime:
     """Bind the device, make the pool's default group and register every group of the plan, in its order."""
     env = env or read_environment()
-    device = choose_device(config.trainer.device, env.local_rank)
+    shared = config.cluster.ranks_per_gpu
+    device = choose_device(config.trainer.device, env.local_rank, shared)
     die_with_parent()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     pool = plan.pool_of(env.rank)
     pool_rank = pool.pool_rank(env.rank)
-    start_pool(pool.name, pool_rank, pool.size, device, config.trainer.timeout_s)
+    store = job_store(config.trainer.timeout_s)
+    if device.type == "cuda":
+        check_binding(store, env, str(torch.cuda.get_device_properties(device).uuid), shared)
+    start_pool(store, pool.name, pool_rank, pool.size, device, config.trainer.timeout_s)
     groups = ProcessGroups(pool_rank, pool.size, device.type)
     for planned in plan.process_groups.values():
         if planned.kind == "axis" and pool in planned.pools:

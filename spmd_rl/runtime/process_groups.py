@@ -9,15 +9,20 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, Store
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmd_rl.topology.layout import Layout
 
 
-def start_pool(pool: str, pool_rank: int, size: int, device: torch.device, timeout_s: float) -> None:
-    """Make the pool's default group: gloo for CPU tensors, NCCL for CUDA ones."""
+def job_store(timeout_s: float) -> Store:
+    """Where all ranks of the job can leave words for each other, before there are groups."""
     store, _, _ = next(iter(dist.rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
+    return store
+
+
+def start_pool(store: Store, pool: str, pool_rank: int, size: int, device: torch.device, timeout_s: float) -> None:
+    """Make the pool's default group: gloo for CPU tensors, NCCL for CUDA ones."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(
         backend,

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from spmd_rl.config import Config
 from spmd_rl.data.order import PromptOrder
 from spmd_rl.engines.base import Engine
+from spmd_rl.observe.memory import PeakMemory
 from spmd_rl.observe.metrics import timing_metrics
 from spmd_rl.observe.timer import Timer
 from spmd_rl.observe.tracking import Trackers
@@ -38,7 +39,7 @@ class Loop(ABC):
         self.config, self.runtime, self.engines, self.order = config, runtime, engines, order
         self.trackers, self.checkpointer, self.total_steps = trackers, checkpointer, total_steps
         sync = torch.cuda.synchronize if runtime.device.type == "cuda" else None
-        self.timer = Timer(sync)
+        self.timer, self.peaks = Timer(sync), PeakMemory(runtime.device)
         self.fingerprint = dict(fingerprint)
         self.done = 0
         self.started = time.monotonic()
@@ -73,7 +74,7 @@ class Loop(ABC):
                 self.end_of_data()
                 break
             self.done = number
-            metrics |= self._timing(metrics)
+            metrics |= self._timing(metrics) | self.peaks.take(self.runtime.everyone)
             ended = number == self.total_steps or self._on_any_rank(self.asked_to_stop or self._late())
             if self.checkpointer.pending and not self._on_any_rank(not self.checkpointer.written):
                 self.checkpointer.finish()

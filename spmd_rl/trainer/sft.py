@@ -87,8 +87,8 @@ class SftTrainer(Loop):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A phase of the step: its pieces on the device, its time taken."""
-        with self.timer.phase(name), self.residency.hold(name):
+        """A phase of the step: its pieces on the device, its time and peak taken."""
+        with self.timer.phase(name), self.residency.hold(name), self.peaks.phase(name):
             yield
 
 

@@ -213,6 +213,6 @@ class Trainer(Loop):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Guard]:
-        """A phase of the step: its pieces on the device, its time taken, and what looks for nan and inf in it."""
-        with self.timer.phase(name), self.roles.residency.hold(name):
+        """A phase of the step: its pieces on the device, its time and peak taken, and what looks for nan and inf."""
+        with self.timer.phase(name), self.roles.residency.hold(name), self.peaks.phase(name):
             yield Guard(self.runtime, name)

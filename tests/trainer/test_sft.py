@@ -14,6 +14,7 @@ from spmd_rl.config.load import compose
 from spmd_rl.data.chat import ChatRow, ChatRows
 from spmd_rl.data.order import PromptOrder
 from spmd_rl.models.loading import load_tokenizer, resolve
+from spmd_rl.observe.metrics import deterministic
 from spmd_rl.trainer.sft import chat_batch, row_metrics
 from tests.world import Worlds
 
@@ -44,7 +45,7 @@ def run(worlds: Worlds, size: int, folder: Path, *overrides: str) -> list[dict[s
 
 def steady(row: dict[str, Any]) -> dict[str, float]:
     """What the clock does not decide."""
-    return {name: value for name, value in row.items() if not name.startswith(("timing", "perf/t"))}
+    return deterministic(row)
 
 
 def test_a_conversation_is_cut_at_its_first_counted_token() -> None:
