@@ -176,7 +176,7 @@ class Checkpointer:
         """The first rank's problem that is not empty, on every rank."""
         problems: list[str] = [""] * self.group.size()
         dist.all_gather_object(problems, problem, group=self.group)
-        return next((f"rank {r}: {p}" for r, p in enumerate(problems) if p), "")
+        return next((p if p.startswith("rank ") else f"rank {r}: {p}" for r, p in enumerate(problems) if p), "")
 
     def _commit(self, partial: Path, final: Path) -> None:
         problem = ""
@@ -194,6 +194,8 @@ class Checkpointer:
 
     def _give_up(self, partial: Path, problem: str) -> None:
         if self._writes:
+            place = next(p for p in partial.absolute().parents if p.exists())
+            problem += f"; {shutil.disk_usage(place).free / 1e9:.3g} GB are free there"
             shutil.rmtree(partial, ignore_errors=True)
         good = committed(self.output_dir)
         last = f"the last good checkpoint is {good[-1]}" if good else "there is no earlier checkpoint"
@@ -201,7 +203,12 @@ class Checkpointer:
 
 
 def _cause(error: BaseException) -> str:
-    return f"{type(error).__name__}: {str(error).strip().splitlines()[-1] if str(error).strip() else 'no message'}"
+    """The first error behind `error`, in one line; DCP keeps it by rank, Python by what was being handled."""
+    for rank, (failure, _) in sorted(getattr(error, "failures", {}).items()):
+        return f"rank {rank}: {_cause(failure)}"
+    while behind := error.__cause__ or error.__context__:
+        error = behind
+    return f"{type(error).__name__}: {(str(error).strip() or 'no message').splitlines()[-1]}"
 
 
 def _sync_tree(folder: Path) -> None:
