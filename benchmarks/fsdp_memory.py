@@ -196,7 +196,8 @@ def measure(point: Point, base: Runtime) -> dict[str, Any]:
     def move(to_host: bool) -> list[dict[str, Any]]:
         if not point.offload_optimizer:
             return []
-        return [meter.during("optimizer leaves" if to_host else "optimizer returns", lambda: engine.move("optimizer", to_host))]  # fmt: skip # noqa: E501
+        what = "optimizer leaves" if to_host else "optimizer returns"
+        return [meter.during(what, lambda: engine.move("optimizer", to_host))]
 
     runs = [built, meter.during("first forward", lambda: engine.forward(batch, micro, ["log_probs"]))]
     runs.append(meter.during("first update", lambda: engine.train(batch, micro, objective)))
