@@ -33,7 +33,7 @@ def rollout(plain: PreTrainedModel, max_batch_rows: int = 256) -> TransformersRo
     lm = build_meta(config, torch.float32, ATTENTION)
     allocate(lm, "cpu")
     engine = TransformersRollout(lm, [EOS], max_batch_rows)
-    engine.load_weights(plain.state_dict().items())
+    engine.load_weights(plain.named_parameters())
     return engine
 
 
@@ -158,7 +158,7 @@ def test_one_token_and_nobody_asking(plain: PreTrainedModel) -> None:
 
 
 def test_weights_that_do_not_fit_are_named(plain: PreTrainedModel) -> None:
-    engine, weights = rollout(plain), dict(plain.state_dict())
+    engine, weights = rollout(plain), dict(plain.named_parameters())
     weights.pop("model.norm.weight")
     with pytest.raises(RuntimeError, match=r"nothing arrived for \['model.norm.weight'\]"):
         engine.load_weights(weights.items())
