@@ -38,9 +38,7 @@ def validate(
     return metrics, [row for part in parts for row in _rows(part)]
 
 
-def _round(
-    prompts: Sequence[Prompt], rollout: Rollout, reward: Reward, config: Config, runtime: Runtime
-) -> Batch:
+def _round(prompts: Sequence[Prompt], rollout: Rollout, reward: Reward, config: Config, runtime: Runtime) -> Batch:
     """Replies to some prompts, scored, on every rank in prompt order."""
     n = config.rollout.val_n
     batch = rollout.generate(prompts, rollout.validation_params(), n, NOISE_STEP, config.trainer.seed)
