@@ -99,8 +99,6 @@ def start(config: Config, plan: Plan, env: LaunchEnvironment | None = None) -> R
     die_with_parent()
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    else:
-        keep_freed_memory()
     pool = plan.pool_of(env.rank)
     pool_rank = pool.pool_rank(env.rank)
     store = job_store(config.trainer.timeout_s)
@@ -135,15 +133,3 @@ def die_with_parent() -> None:
     if os.name == "posix" and os.uname().sysname == "Linux":
         pr_set_pdeathsig = 1
         ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGTERM)
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep the activations that are freed and wanted again each micro-batch, rather than fault them in anew.
-
-    Where the C library has no mallopt (macOS, musl) nothing happens.
-    """
-    trim_threshold, mmap_threshold, most = -1, -3, 2**31 - 1
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
-        mallopt(mmap_threshold, most)
-        mallopt(trim_threshold, most)
