@@ -23,6 +23,8 @@ def main(argv: list[str] | None = None) -> int:
 def train(config: Config, env: LaunchEnvironment) -> None:
     """The whole run, on one rank of many."""
     plan = plan_of(config, env)
+    for warning in plan.warnings if env.is_first else []:
+        print(f"warning: {warning}", file=sys.stderr, flush=True)
     check_trackers(config.observe.trackers)
     output_dir = Path(config.trainer.output_dir)
     resume_from = find_resume(config.trainer.resume, output_dir)

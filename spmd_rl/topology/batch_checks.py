@@ -57,13 +57,8 @@ def _mini_batch_mistakes(config: Config) -> list[str]:
 
 
 def _group_mistakes(config: Config) -> list[str]:
-    n, estimator = config.rollout.n, config.algorithm.adv_estimator
+    n = config.rollout.n
     mistakes = []
-    if n == 1 and estimator in GROUP_ESTIMATORS:
-        mistakes.append(
-            f"algorithm.adv_estimator={estimator} compares the samples of a prompt with each other, but rollout.n=1; "
-            "use n of 2 and more"
-        )
     if n == 1 and config.algorithm.filter_groups.enable:
         mistakes.append(
             "algorithm.filter_groups drops groups of equal scores, but with rollout.n=1 every group is equal"
@@ -71,6 +66,17 @@ def _group_mistakes(config: Config) -> list[str]:
     if n > 1 and config.rollout.temperature == 0:
         mistakes.append(f"rollout.temperature=0 makes the {n} samples of a prompt equal; use a temperature above 0")
     return mistakes
+
+
+def batch_warnings(config: Config) -> list[str]:
+    """What can run but hardly does what is wanted."""
+    n, estimator = config.rollout.n, config.algorithm.adv_estimator
+    if n == 1 and estimator in GROUP_ESTIMATORS:
+        return [
+            f"algorithm.adv_estimator={estimator} compares the samples of a prompt with each other, but rollout.n=1: "
+            "there is no signal from the group; use n of 2 and more"
+        ]
+    return []
 
 
 def _rollout_mistakes(config: Config) -> list[str]:

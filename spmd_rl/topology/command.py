@@ -94,6 +94,8 @@ def _run(options: Options, arguments: Arguments) -> int:
         print(suggest_text(config, cluster), end="")
         return 0
     plan = Plan.from_config(config, cluster)
+    for warning in plan.warnings:
+        print(f"warning: {warning}", file=sys.stderr)
     if options.verify:
         return _verify(config)
     if options.rank is not None:

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from spmd_rl.config import Config, ConfigError
+from spmd_rl.topology.batch_checks import batch_warnings
 from spmd_rl.topology.checks import check, host_mistakes, locality_mistakes, memory_mistakes
 from spmd_rl.topology.cluster import Cluster, Pool
 from spmd_rl.topology.edges import ExchangeEdge, SyncEdge, exchange_edges, sync_edge
@@ -51,6 +52,11 @@ class Plan:
             mistakes += host_mistakes(config, cluster, pools, offloaded_bytes(config, roles, shape))
         demand(mistakes)
         return cls(config, cluster, shape, pools, roles, groups, step_phases(config, roles), estimate)
+
+    @property
+    def warnings(self) -> list[str]:
+        """What can run but hardly does what is wanted, a sentence each."""
+        return batch_warnings(self.config)
 
     @property
     def world_size(self) -> int:

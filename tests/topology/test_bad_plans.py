@@ -71,3 +71,14 @@ def test_the_command_ends_with_code_2(capsys: pytest.CaptureFixture[str]) -> Non
     assert main(["cluster.gpus_per_node=8", "actor.engine.fsdp.fsdp_size=3"]) == 2
     error = capsys.readouterr().err
     assert "actor.engine.fsdp.fsdp_size=3 does not divide the 8 ranks of pool 'global'; use 1, 2, 4 or 8" in error
+
+
+@pytest.mark.parametrize("estimator", ["grpo", "rloo"])
+def test_a_group_of_one_is_a_warning_not_an_error(estimator: str, capsys: pytest.CaptureFixture[str]) -> None:
+    overrides = ["rollout.n=1", f"algorithm.adv_estimator={estimator}"]
+    config = configured(*overrides)
+    (warning,) = Plan.from_config(config, Cluster.from_config(config)).warnings
+    assert f"adv_estimator={estimator}" in warning
+    assert "no signal" in warning
+    assert main(["model=qwen3-0.6b", "cluster.gpus_per_node=8", *overrides]) == 0
+    assert f"warning: {warning}" in capsys.readouterr().err
