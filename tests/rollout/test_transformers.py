@@ -77,6 +77,18 @@ def test_the_size_of_a_wave_changes_nothing(plain: PreTrainedModel, everything: 
     assert_same(replies(plain, requests(), rows=rows), everything)
 
 
+def test_what_memory_held_before_changes_nothing(plain: PreTrainedModel, everything: Replies) -> None:
+    """With every `torch.empty` filled with nan, places that nothing was written to would show."""
+    engine = rollout(plain)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        assert torch.utils.deterministic.fill_uninitialized_memory
+        found = engine.generate(requests(), PARAMS, seed=7, step=4)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same({r.uid: replies for r, replies in zip(requests(), found, strict=True)}, everything)
+
+
 def test_neighbours_change_nothing(plain: PreTrainedModel, everything: Replies) -> None:
     assert_same(replies(plain, requests()[::-1]), everything)
     for request in requests():
