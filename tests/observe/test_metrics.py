@@ -29,10 +29,9 @@ from spmd_rl.observe.metrics import (
 )
 from spmd_rl.observe.timer import Timer
 
-FIXTURE = Path(__file__).parents[3] / "shared" / "fixtures" / "metrics.json"
+FIXTURE = Path(__file__).parents[1] / "fixtures" / "metrics.json"
 
 
-@pytest.mark.skipif(not FIXTURE.exists(), reason="the reference values are not beside this checkout")
 def test_agrees_with_the_reference_values() -> None:
     kinds = {"min": smallest, "max": largest, "sum": total, "mean": lambda value: mean(value, 1)}
     for case in json.loads(FIXTURE.read_text()):
