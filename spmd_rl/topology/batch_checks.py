@@ -72,10 +72,8 @@ def batch_warnings(config: Config) -> list[str]:
     """What can run but hardly does what is wanted."""
     n, estimator = config.rollout.n, config.algorithm.adv_estimator
     if n == 1 and estimator in GROUP_ESTIMATORS:
-        return [
-            f"algorithm.adv_estimator={estimator} compares the samples of a prompt with each other, but rollout.n=1: "
-            "there is no signal from the group; use n of 2 and more"
-        ]
+        compares = f"algorithm.adv_estimator={estimator} compares the samples of a prompt with each other"
+        return [f"{compares}, but rollout.n=1: there is no signal from the group; use n of 2 and more"]
     return []
 
 
