@@ -4,7 +4,7 @@
 #   bash install.sh [EXTRAS]        EXTRAS: names from pyproject.toml, e.g. quickstart,dev (default: quickstart)
 #
 # PYTHON=/path/to/python3.12 picks the interpreter (3.11 or newer). On Linux, PyPI's torch brings CUDA along; for a
-# machine without a GPU, PIP_EXTRA_INDEX_URL=https://download.pytorch.org/whl/cpu makes the download much smaller.
+# machine without a GPU, PIP_EXTRA_INDEX_URL set to PyTorch's CPU index makes the download much smaller.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 extras=${1:-quickstart}

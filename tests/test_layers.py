@@ -16,7 +16,7 @@ LAYERS = [
     {"topology", "algorithms", "data"},
     {"models", "rewards", "observe"},
     {"runtime"},
-    {"weights", "rollout", "engines"},
+    {"rollout", "engines"},
     {"roles"},
     {"trainer"},
     {"assemble"},
