@@ -18,7 +18,7 @@ from spmd_rl.roles.reward import Reward
 from spmd_rl.runtime.bootstrap import start, stop
 from spmd_rl.runtime.environment import LaunchEnvironment
 from spmd_rl.topology.roles import only_sampling
-from spmd_rl.trainer.validation import validate
+from spmd_rl.trainer.validation import sampled_here, validate
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -37,7 +37,9 @@ def evaluate(config: Config, env: LaunchEnvironment) -> None:
     try:
         runtime = start(config, plan, env)
         rollout = open_rollout(config, model, runtime, checkpoint)
-        metrics, samples = validate(prompts, rollout, Reward(scorer, model.tokenizer), config, runtime)
+        metrics, samples = validate(
+            prompts, sampled_here(rollout, Reward(scorer, model.tokenizer), config, runtime), config
+        )
         if runtime.is_first:
             print(f"{checkpoint or config.model.path}: {len(prompts)} prompts")
             write(Path(config.trainer.output_dir) / "eval", metrics, samples)

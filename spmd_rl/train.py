@@ -49,7 +49,7 @@ def train(config: Config, env: LaunchEnvironment) -> None:
 def run(config: Config, inputs: RunInputs, runtime: Runtime, resume_from: Path | None) -> None:
     """Models and loop on a started runtime."""
     trackers = open_trackers(config, runtime.is_first, saved_step(resume_from), header(config, inputs, runtime))
-    checkpointer = Checkpointer(Path(config.trainer.output_dir), config.trainer.checkpoint, runtime.control)
+    checkpointer = Checkpointer(Path(config.trainer.output_dir), config.trainer.checkpoint, runtime)
     try:
         inputs.loop(config, runtime, trackers, checkpointer).run(resume_from)
     finally:

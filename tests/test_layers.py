@@ -34,6 +34,9 @@ MAKES_GROUPS = {
     "init_device_mesh",
     "DeviceMesh",
     "from_group",
+    "ProcessGroup",
+    "ProcessGroupGloo",
+    "ProcessGroupNCCL",
 }
 LAUNCHER = re.compile(
     r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|(SLURM|TORCHELASTIC|OMPI|PMI)_[A-Z_]+"

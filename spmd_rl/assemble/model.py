@@ -5,6 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
+import torch
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from spmd_rl.config import Config, ConfigError
@@ -161,11 +162,15 @@ def make_engine(
     )
 
 
+def rollout_dtype(config: Config, runtime: Runtime) -> torch.dtype:
+    """What the rollout's weights are held in."""
+    wanted = config.rollout.dtype if config.rollout.dtype != "auto" else config.actor.engine.fsdp.param_dtype
+    return compute_dtype(wanted, runtime.device)
+
+
 def make_rollout_engine(config: Config, model: Model, runtime: Runtime) -> RolloutEngine:
     """An engine without weights: the first sync brings them."""
-    wanted = config.rollout.dtype if config.rollout.dtype != "auto" else config.actor.engine.fsdp.param_dtype
-    dtype = compute_dtype(wanted, runtime.device)
-    lm = build_meta(model.hf_config, dtype, ATTENTION, config.model.trust_remote_code)
+    lm = build_meta(model.hf_config, rollout_dtype(config, runtime), ATTENTION, config.model.trust_remote_code)
     allocate(lm, runtime.device)
     return TransformersRollout(lm, model.eos_token_ids, config.rollout.max_batch_rows)
 

@@ -13,6 +13,7 @@ from spmd_rl.assemble.model import (
     make_engine,
     make_order,
     make_rollout_engine,
+    rollout_dtype,
     updates_a_step,
 )
 from spmd_rl.config import Config, ConfigError
@@ -27,7 +28,9 @@ from spmd_rl.roles.model import ModelRole
 from spmd_rl.roles.residency import Residency
 from spmd_rl.roles.reward import Reward
 from spmd_rl.roles.rollout import Rollout
+from spmd_rl.roles.weight_sync import WeightSync
 from spmd_rl.runtime.bootstrap import Runtime
+from spmd_rl.runtime.remote import Remote
 from spmd_rl.topology.plan import Plan
 from spmd_rl.topology.roles import role_specs
 from spmd_rl.trainer.advantages import configured_estimator
@@ -103,25 +106,47 @@ def make_scorer(config: Config, plan: Plan, job_rank: int, *prompts: Prompts | N
 
 
 def build_roles(config: Config, inputs: Inputs, runtime: Runtime) -> Roles:
-    """Every role of the plan, on this rank's pool; in the end the user's own ones take their places."""
+    """Every role of the plan on its pool, `Remote` elsewhere; in the end the user's own ones take their places."""
     residency, specs = Residency(), role_specs(config)
-    models: dict[str, ModelRole] = {}
+    models: dict[str, ModelRole | Remote] = {}
     for name, make_model in (("actor", _actor), ("ref", _ref), ("critic", _critic)):
         engine_config = specs[name].engine if name in specs else None
-        if engine_config is not None:
+        if engine_config is None:
+            continue
+        if runtime.plays(name):
             engine = make_model(config, inputs, runtime)
             let_move(residency, name, engine, engine_config)
             models[name] = ModelRole(name, engine, runtime.groups.along(runtime.layout(name).batch, "dp"))
-    sampler = make_rollout_engine(config, inputs.model, runtime)
+        else:
+            models[name] = Remote((name,))
+    rollout, sync = _rollout(config, inputs, runtime, models["actor"])
     roles = Roles(
         **models,
-        rollout=Rollout(config, runtime.layout("rollout"), runtime.pool_rank, sampler, models["actor"].engine),
+        rollout=rollout,
         reward=Reward(inputs.scorer, inputs.model.tokenizer),
         residency=residency,
+        weight_sync=sync,
     )
     for name, make in own_roles(config).items():
-        setattr(roles, name, make(getattr(roles, name), config, runtime))
+        if not isinstance(getattr(roles, name), Remote):
+            setattr(roles, name, make(getattr(roles, name), config, runtime))
     return roles
+
+
+def _rollout(
+    config: Config, inputs: Inputs, runtime: Runtime, actor: ModelRole | Remote
+) -> tuple[Rollout | Remote, WeightSync | None]:
+    """The rollout where it lives, and what brings it the weights when that is not the actor's pool."""
+    layout, rollout = runtime.layout("rollout"), None
+    if runtime.plays("rollout"):
+        sampler = make_rollout_engine(config, inputs.model, runtime)
+        source = actor.engine if isinstance(actor, ModelRole) else None
+        rollout = Rollout(config, layout, runtime.pool_rank, sampler, source)
+    sync = None
+    if layout.pool != runtime.layout("actor").pool and runtime.plays("actor", "rollout"):
+        engine = actor.engine if isinstance(actor, ModelRole) else None
+        sync = WeightSync(runtime, rollout_dtype(config, runtime), engine, rollout)
+    return rollout or Remote(("rollout",)), sync
 
 
 def _actor(config: Config, inputs: Inputs, runtime: Runtime) -> Engine:
@@ -154,7 +179,7 @@ def _critic(config: Config, inputs: Inputs, runtime: Runtime) -> Engine:
 
 def own_roles(config: Config) -> dict[str, Callable[[Any, Config, Runtime], Any]]:
     """`trainer.roles`: what makes each role of the user's own, from the built-in one."""
-    known = [f.name for f in fields(Roles) if f.name != "residency"]
+    known = [f.name for f in fields(Roles) if f.name not in ("residency", "weight_sync")]
     wrong = [name for name in config.trainer.roles if name not in known]
     if wrong:
         raise ConfigError(f"trainer.roles.{wrong[0]}: there is no such role; use {', '.join(known)}")

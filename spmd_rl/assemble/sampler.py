@@ -37,7 +37,7 @@ def open_rollout(config: Config, model: Model, runtime: Runtime, checkpoint: Pat
     actor = make_engine("actor", config, model, config.actor.engine, runtime, folder=model.folder)
     if checkpoint is not None:
         tensors = {"actor": actor.state()}
-        checkpointer = Checkpointer(checkpoint.parents[1], config.trainer.checkpoint, runtime.control)
+        checkpointer = Checkpointer(checkpoint.parents[1], config.trainer.checkpoint, runtime)
         state = checkpointer.load(checkpoint, tensors)
         actor.load_state(tensors["actor"], state["versions"]["actor"])
     engine = make_rollout_engine(config, model, runtime)

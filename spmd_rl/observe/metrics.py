@@ -15,7 +15,7 @@ Floats = npt.NDArray[np.float64]
 Values = npt.ArrayLike
 """Anything numpy can read, a CPU tensor included."""
 
-CLOCK_PREFIXES = ("timing_s/", "timing_per_token_ms/", "perf/")
+CLOCK_PREFIXES = ("timing_s/", "timing_per_token_ms/", "perf/", "trainer/idle_s/")
 DETERMINISTIC_PERF = ("perf/total_num_tokens",)
 
 

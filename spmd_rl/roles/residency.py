@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 PHASES: dict[str, frozenset[str]] = {
+    "weight_sync": frozenset({"actor.params", "rollout"}),
     "generate": frozenset({"actor.params", "rollout"}),
     "reward": frozenset({"reward.params"}),
     "old_log_prob": frozenset({"actor.params"}),

@@ -27,8 +27,9 @@ class Rollout:
     """Samples replies; takes the actor's weights whenever they have changed since the last time."""
 
     def __init__(
-        self, config: Config, layout: RoleLayout, pool_rank: int, engine: RolloutEngine, actor: Engine
+        self, config: Config, layout: RoleLayout, pool_rank: int, engine: RolloutEngine, actor: Engine | None
     ) -> None:
+        """`actor`: whose weights are taken; None where they come from another pool (`WeightSync`)."""
         self.config, self.layout, self.pool_rank = config, layout, pool_rank
         self.engine, self.actor = engine, actor
         self.synced_at = -1
@@ -42,7 +43,7 @@ class Rollout:
 
     def sync(self) -> bool:
         """Weight sync, if the actor has moved on; whether there was one."""
-        if self.synced_at == self.actor.version:
+        if self.actor is None or self.synced_at == self.actor.version:
             return False
         self.engine.load_weights(self.actor.weights())
         self.synced_at = self.actor.version

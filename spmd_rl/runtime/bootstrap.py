@@ -13,8 +13,9 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 
 from spmd_rl.config import Config, ConfigError
+from spmd_rl.runtime.bridge import Bridge, Edge, Waits
 from spmd_rl.runtime.environment import LaunchEnvironment, read_environment
-from spmd_rl.runtime.process_groups import ProcessGroups, job_store, start_pool
+from spmd_rl.runtime.process_groups import ProcessGroups, job_store, join, start_pool
 from spmd_rl.topology.cluster import Pool
 from spmd_rl.topology.layout import RoleLayout
 from spmd_rl.topology.plan import Plan
@@ -31,12 +32,36 @@ class Runtime:
     device: torch.device
     groups: ProcessGroups
     control: ProcessGroup
-    """All ranks of the pool on gloo, for agreement and checkpoints only (they may run beside training)."""
+    """All ranks of the pool on gloo, for checkpoints only (they may run beside training)."""
+    job: Bridge
+    """All ranks of the job on gloo, for agreement at the borders of a step."""
+    bridges: dict[frozenset[str], Bridge]
+    """By the pools that meet: this rank's own, and those over which it meets another one."""
+    store: Store
+    """Where all ranks of the job can leave words for each other."""
 
     @property
     def is_first(self) -> bool:
-        """Rank 0 of the job: the one that prints, tracks and commits."""
-        return self.env.is_first
+        """The first rank of the actor's pool, which is the batch's home: the one that prints and tracks."""
+        return self.env.rank == self.plan.pools[self.layout("actor").pool].ranks[0]
+
+    @property
+    def waits(self) -> Waits:
+        """How long this rank has waited at meetings."""
+        return self.job.waits
+
+    def plays(self, *roles: str) -> bool:
+        """Whether one of these roles lives on this rank's pool. A role that the run does not have lives nowhere."""
+        return any(self.plan.roles[role].pool == self.pool.name for role in roles if role in self.plan.roles)
+
+    def bridge(self, one: str, other: str) -> Bridge:
+        """Where the ranks of two roles meet; this rank's pool has one of them."""
+        return self.bridges[frozenset((self.layout(one).pool, self.layout(other).pool))]
+
+    def edge(self, source: str, target: str) -> Edge:
+        """The way of a batch from one role to another; this rank's pool has one of them."""
+        inside = self.bridges[frozenset((self.pool.name,))]
+        return Edge(self.plan.exchange(source, target), self.bridge(source, target), inside)
 
     @property
     def everyone(self) -> ProcessGroup:
@@ -92,7 +117,7 @@ def check_binding(store: Store, env: LaunchEnvironment, device_id: str, ranks_pe
 
 
 def start(config: Config, plan: Plan, env: LaunchEnvironment | None = None) -> Runtime:
-    """Bind the device, make the pool's default group and register every group of the plan, in its order."""
+    """Bind the device, make the pool's default group, those across pools, and every group of the plan, in its order."""
     env = env or read_environment()
     shared = config.cluster.ranks_per_gpu
     device = choose_device(config.trainer.device, env.local_rank, shared)
@@ -105,6 +130,7 @@ def start(config: Config, plan: Plan, env: LaunchEnvironment | None = None) -> R
     if device.type == "cuda":
         check_binding(store, env, str(torch.cuda.get_device_properties(device).uuid), shared)
     start_pool(store, pool.name, pool_rank, pool.size, device, config.trainer.timeout_s)
+    job, bridges = meetings(config, plan, env.rank, device, store)
     groups = ProcessGroups(pool_rank, pool.size, device.type)
     for planned in plan.process_groups.values():
         if planned.kind == "axis" and pool in planned.pools:
@@ -112,7 +138,29 @@ def start(config: Config, plan: Plan, env: LaunchEnvironment | None = None) -> R
     seed_everything(config.trainer.seed)
     if config.trainer.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
-    return Runtime(env, plan, pool, pool_rank, device, groups, groups.control())
+    return Runtime(env, plan, pool, pool_rank, device, groups, groups.control(), job, bridges, store)
+
+
+def meetings(
+    config: Config, plan: Plan, rank: int, device: torch.device, store: Store
+) -> tuple[Bridge, dict[frozenset[str], Bridge]]:
+    """The job's control group, and every bridge of which this rank is a member, by the names of its pools."""
+    waits, timeout_s, pool = Waits(), config.trainer.timeout_s, plan.pool_of(rank)
+    assert dist.group.WORLD is not None
+    job, bridges = None, {frozenset((pool.name,)): Bridge(dist.group.WORLD, pool.ranks, waits)}
+    for planned in plan.process_groups.values():
+        members = planned.members_of(rank) if planned.kind in ("control", "bridge") else ()
+        if members:
+            nccl = planned.kind == "bridge" and device.type == "cuda"
+            place, size = members.index(rank), len(members)
+            group = join(store, planned.name, place, size, device, timeout_s, nccl=nccl)
+            found = Bridge(group, members, waits)
+            if planned.kind == "control":
+                job = found
+            else:
+                bridges[frozenset(p.name for p in planned.pools)] = found
+    assert job is not None, "every plan has a control group over all ranks"
+    return job, bridges
 
 
 def stop() -> None:

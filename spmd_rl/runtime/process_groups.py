@@ -2,6 +2,8 @@
 
 A pool is its ranks' whole world (law 4 of the design): `init_process_group` runs over the pool alone, on a store
 that all ranks of the job share under the pool's prefix, so FSDP, DCP and vLLM work inside it unmodified.
+Groups that reach beyond a pool (bridges, control) stand beside torch's world: it does not know them, so whoever takes
+the pool's world down (vLLM does, at its end) leaves them standing.
 """
 
 from collections.abc import Sequence
@@ -32,6 +34,29 @@ def start_pool(store: Store, pool: str, pool_rank: int, size: int, device: torch
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def join(
+    store: Store, name: str, rank: int, size: int, device: torch.device, timeout_s: float, *, nccl: bool
+) -> ProcessGroup:
+    """A group across pools, in which this rank is `rank`: gloo for CPU tensors and, with `nccl`, NCCL for CUDA ones.
+
+    Use `group_src`, `group_dst` and the group's own `rank()` and `size()` with it: it has no global ranks.
+    """
+    prefix, timeout = dist.PrefixStore(f"{name}/", store), timedelta(seconds=timeout_s)
+    kinds = dist.ProcessGroup.BackendType
+    group = dist.ProcessGroup(prefix, rank, size)
+    group._set_default_backend(kinds.NCCL if nccl else kinds.GLOO)
+    gloo = dist.ProcessGroupGloo(dist.PrefixStore("cpu/", prefix), rank, size, timeout)
+    group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
+    group._set_group_name(name)  # type: ignore[arg-type]
+    if nccl:
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = timeout
+        backend = dist.ProcessGroupNCCL(dist.PrefixStore("cuda/", prefix), rank, size, options)
+        group._register_backend(torch.device("cuda"), kinds.NCCL, backend)
+        dist.all_reduce(torch.zeros(1, device=device), group=group)  # connect: later calls are made by some ranks only
+    return group
 
 
 class ProcessGroups:

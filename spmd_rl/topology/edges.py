@@ -3,6 +3,7 @@
 Edges are symbolic; `sources` makes one concrete for one rank, so 100,000 ranks cost nothing until they are asked about.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from spmd_rl.config import Config
 from spmd_rl.topology.cluster import Pool
 from spmd_rl.topology.layout import Layout, RoleLayout, split_rows
+from spmd_rl.topology.routes import Route, route
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,19 @@ class ExchangeEdge:
     source: RoleLayout
     target: RoleLayout
     pools: tuple[Pool, Pool]
+
+    @property
+    def crosses(self) -> bool:
+        """Whether it goes from one pool to another."""
+        return self.source.pool != self.target.pool
+
+    def route(self, parts: Sequence[Sequence[int]]) -> Route:
+        """How rows travel when part d of the target's layout wants `parts[d]`, in that order.
+
+        Inside a pool every rank gets its rows from their holders. From another pool each row comes once for a part, to
+        one of the ranks that hold it (evenly dealt out among them), which hands it on to the others inside the pool.
+        """
+        return route(parts, self.target, self.pools[1], fan_out=self.crosses)
 
     def sources(self, job_rank: int, rows: int) -> list[tuple[int, int, int]]:
         """(sending job rank, first row, end row) of a batch of `rows` rows for one target rank, in row order."""
@@ -70,20 +85,27 @@ class SyncEdge:
 
 
 def exchange_edges(config: Config, pools: dict[str, Pool], roles: dict[str, RoleLayout]) -> list[ExchangeEdge]:
-    """The exchanges of a step in program order: into the actor's pool, which is the batch's home, and out to others."""
-    actor = roles["actor"]
-
-    def edge(what: str, one: RoleLayout, other: RoleLayout) -> ExchangeEdge:
-        return ExchangeEdge(what, one, other, (pools[one.pool], pools[other.pool]))
-
+    """The exchanges of a step in program order: replies are scored, go to the actor's pool, which is the batch's home,
+    and from there out to other roles and back."""
     found = []
+
+    def there_and_back(home: str, what: str, role: str, column: str) -> None:
+        found.append(exchange_edge(what, roles[home], roles[role], pools))
+        found.append(exchange_edge(column, roles[role], roles[home], pools))
+
+    if "reward" in roles:
+        there_and_back("rollout", "replies", "reward", "scores")
     if "rollout" in roles:
-        found.append(edge("replies", roles["rollout"], actor))
-    names = {"reward": "scores", "ref": "ref log-probs", "teacher": "teacher log-probs", "critic": "values"}
-    for role, column in names.items():
+        found.append(exchange_edge("replies", roles["rollout"], roles["actor"], pools))
+    for role, column in {"ref": "ref log-probs", "teacher": "teacher log-probs", "critic": "values"}.items():
         if role in roles:
-            found += [edge("tokens", actor, roles[role]), edge(column, roles[role], actor)]
+            there_and_back("actor", "tokens", role, column)
     return [e for e in found if _folds_differ(e.source, e.target)]
+
+
+def exchange_edge(what: str, source: RoleLayout, target: RoleLayout, pools: dict[str, Pool]) -> ExchangeEdge:
+    """The edge from one role's layout to another's."""
+    return ExchangeEdge(what, source, target, (pools[source.pool], pools[target.pool]))
 
 
 def sync_edge(pools: dict[str, Pool], roles: dict[str, RoleLayout]) -> SyncEdge | None:

@@ -118,9 +118,15 @@ def role_axes(role: RoleLayout) -> Iterable[tuple[Layout, tuple[str, ...]]]:
 
 
 def bridges(roles: dict[str, RoleLayout]) -> list[tuple[str, str]]:
-    """Pairs of pools between which batches or weights move: the actor's and every other role's, each pair once."""
-    home = roles["actor"].pool
-    return [(home, pool) for pool in dict.fromkeys(role.pool for role in roles.values()) if pool != home]
+    """Pairs of pools between which batches or weights move, each pair once: those of the actor, which is the batch's
+    home, and of every other role; but replies are scored where they are sampled, so a reward model meets the rollout.
+    """
+    pairs: dict[frozenset[str], tuple[str, str]] = {}
+    for role in roles.values():
+        meets = roles["rollout" if role.role == "reward" else "actor"].pool
+        if role.pool != meets:
+            pairs.setdefault(frozenset((meets, role.pool)), (meets, role.pool))
+    return list(pairs.values())
 
 
 def _whole(name: str, kind: str, pools: tuple[Pool, ...]) -> ProcessGroups:

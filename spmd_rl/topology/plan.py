@@ -7,7 +7,7 @@ from spmd_rl.config import Config, ConfigError
 from spmd_rl.topology.batch_checks import batch_warnings
 from spmd_rl.topology.checks import check, host_mistakes, locality_mistakes, memory_mistakes
 from spmd_rl.topology.cluster import Cluster, Pool
-from spmd_rl.topology.edges import ExchangeEdge, SyncEdge, exchange_edges, sync_edge
+from spmd_rl.topology.edges import ExchangeEdge, SyncEdge, exchange_edge, exchange_edges, sync_edge
 from spmd_rl.topology.fold import demand, engine_layout, rollout_layout
 from spmd_rl.topology.groups import ProcessGroups, process_groups
 from spmd_rl.topology.layout import RoleLayout
@@ -96,6 +96,10 @@ class Plan:
     def exchanges(self) -> list[ExchangeEdge]:
         """Batches that change their layout or pool, in program order."""
         return exchange_edges(self.config, self.pools, self.roles)
+
+    def exchange(self, source: str, target: str) -> ExchangeEdge:
+        """The edge between two roles, also where no row has to move."""
+        return exchange_edge(f"{source} to {target}", self.roles[source], self.roles[target], self.pools)
 
     @cached_property
     def weight_sync(self) -> SyncEdge | None:

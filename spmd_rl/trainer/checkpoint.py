@@ -2,6 +2,8 @@
 
 <output_dir>/checkpoints/step_000040/            committed: complete in every byte
 <output_dir>/checkpoints/step_000060.partial/    being written, or torn: never picked up, removed at the next save
+  shards/<pool>/    DCP shards of the roles that were trained on a pool; trainer.json says which
+  ahead/            batches that were sampled and not yet trained on
 <output_dir>/checkpoints/replaced/step_000080/   of an earlier run; the one now here began before step 80
 """
 
@@ -10,6 +12,7 @@ import os
 import random
 import re
 import shutil
+from collections.abc import Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,12 +20,14 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from torch.distributed import ProcessGroup
+from torch import Tensor
 
 from spmd_rl.config import ConfigError
 from spmd_rl.config.run import CheckpointConfig
+from spmd_rl.runtime.bootstrap import Runtime
+from spmd_rl.runtime.bridge import from_bytes, to_bytes
+from spmd_rl.trainer.border import together
 
 _NAME = re.compile(r"step_(\d{6,})$")
 
@@ -77,6 +82,11 @@ def read_state(folder: Path) -> dict[str, Any]:
     return state
 
 
+def shards_of(folder: Path, pool: str) -> Path:
+    """Where a pool's DCP shards are in a checkpoint."""
+    return folder / "shards" / pool
+
+
 def check_fingerprint(folder: Path, fingerprint: dict[str, Any]) -> None:
     """Refuse a checkpoint of another model, before any weight is loaded.
 
@@ -94,20 +104,25 @@ def check_fingerprint(folder: Path, fingerprint: dict[str, Any]) -> None:
 
 @dataclass
 class Checkpointer:
-    """Writes and reads a run's checkpoints. All ranks of `group` (gloo, used for nothing else) call together."""
+    """Writes and reads a run's checkpoints. All ranks of the job call together: what any pool cannot write, none has.
+
+    Shards are written pool by pool, over the pool's control group, which is used for nothing else.
+    """
 
     output_dir: Path
     config: CheckpointConfig
-    group: ProcessGroup
-    pending: tuple[Future[Any], Path] | None = field(default=None, init=False)
+    runtime: Runtime
+    pending: tuple[Future[Any] | None, Path] | None = field(default=None, init=False)
+    """A save in the background, and what it will be called; None in place of a future where this rank is done."""
 
     @property
     def _writes(self) -> bool:
-        return self.group.rank() == 0
+        return self.runtime.env.is_first
 
     def begin(self, step: int) -> None:
         """The run goes on after `step` (0: it starts): later checkpoints, which an earlier run left here, are put
         aside, so that the next start does not resume from them."""
+        self._agree("")  # nobody is still reading one
         for stale in committed(self.output_dir) if self._writes else []:
             if step_of(stale) > step:
                 place = stale.parent / "replaced" / stale.name
@@ -115,33 +130,54 @@ class Checkpointer:
                 shutil.rmtree(place, ignore_errors=True)
                 os.replace(stale, place)
 
-    def save(self, step: int, tensors: dict[str, Any], state: dict[str, Any]) -> None:
-        """Save `tensors` (DTensors and tensors, sharded) and `state` (JSON) as step `step`.
+    def save(
+        self, step: int, tensors: dict[str, Any], state: dict[str, Any], files: Mapping[str, Tensor] | None = None
+    ) -> None:
+        """Save step `step`: `tensors` of this rank's pool (role -> DTensors and tensors, sharded; none where nothing is
+        trained), `state` (JSON, the same everywhere) and `files` of this rank (name -> uint8).
 
         Raises: CheckpointError when a rank could not write; what was committed before stays.
         """
         self.finish()
         final = self.output_dir / "checkpoints" / f"step_{step:06d}"
         partial = final.with_name(final.name + ".partial")
-        problem = self._prepare(partial, state) if self._writes else ""
+        pools = together({"shards": dict.fromkeys(tensors, self.runtime.pool.name)}, self.runtime)
+        problem = self._prepare(partial, state | pools) if self._writes else ""
         if problem := self._agree(problem):
             self._give_up(partial, problem)
-        if self.config.async_save:
-            future = dcp.async_save(tensors, checkpoint_id=str(partial / "shards"), process_group=self.group)
-            self.pending = (future, final)  # type: ignore[assignment]
-            return
+        problem, future = self._write(partial, tensors, files or {})
+        if self.config.async_save and not problem:
+            self.pending = (future, final)
+        if problem := self._agree(problem):
+            self.pending = None
+            self._give_up(partial, problem)
+        if self.pending is None:
+            self._commit(partial, final)
+
+    def _write(
+        self, partial: Path, tensors: dict[str, Any], files: Mapping[str, Tensor]
+    ) -> tuple[str, Future[Any] | None]:
+        """This rank's part: what went wrong, and what is still being written."""
+        shards, group = str(shards_of(partial, self.runtime.pool.name)), self.runtime.control
         try:
-            dcp.save(tensors, checkpoint_id=str(partial / "shards"), process_group=self.group)
+            for name, data in files.items():
+                place = partial / name
+                place.parent.mkdir(exist_ok=True)
+                data.numpy().tofile(place)
+            if tensors and self.config.async_save:
+                return "", dcp.async_save(tensors, checkpoint_id=shards, process_group=group)  # type: ignore[return-value]
+            if tensors:
+                dcp.save(tensors, checkpoint_id=shards, process_group=group)
         except BaseException as error:  # DCP raises its own BaseException-derived type, on every rank
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
-            self._give_up(partial, _cause(error))
-        self._commit(partial, final)
+            return _cause(error), None
+        return "", None
 
     @property
     def written(self) -> bool:
         """This rank's part of a save in the background is on the disk, so that `finish` will not wait for it."""
-        return self.pending is not None and self.pending[0].done()
+        return self.pending is not None and (self.pending[0] is None or self.pending[0].done())
 
     def finish(self) -> None:
         """Wait for a save in the background and commit it."""
@@ -149,17 +185,20 @@ class Checkpointer:
             return
         future, final = self.pending
         self.pending = None
-        error = future.exception()
+        error = future.exception() if future is not None else None
         partial = final.with_name(final.name + ".partial")
         if problem := self._agree(_cause(error) if error else ""):
             self._give_up(partial, problem)
         self._commit(partial, final)
 
     def load(self, folder: Path, tensors: dict[str, Any]) -> dict[str, Any]:
-        """Fill `tensors` in place from `folder`, whatever world size wrote it; returns the JSON part."""
-        dcp.load(tensors, checkpoint_id=str(folder / "shards"), process_group=self.group)
+        """Fill `tensors` in place from `folder`, whatever pools of whatever sizes wrote it; returns the JSON part."""
+        state = read_state(folder)
+        for pool in dict.fromkeys(state["shards"][role] for role in tensors):
+            part = {role: held for role, held in tensors.items() if state["shards"][role] == pool}
+            dcp.load(part, checkpoint_id=str(shards_of(folder, pool)), process_group=self.runtime.control)
         set_rng(torch.load(folder / "rng.pt", weights_only=False))
-        return read_state(folder)
+        return state
 
     def _prepare(self, partial: Path, state: dict[str, Any]) -> str:
         try:
@@ -174,8 +213,7 @@ class Checkpointer:
 
     def _agree(self, problem: str) -> str:
         """The first rank's problem that is not empty, on every rank."""
-        problems: list[str] = [""] * self.group.size()
-        dist.all_gather_object(problems, problem, group=self.group)
+        problems = [from_bytes(said) for said in self.runtime.job.all_gather(to_bytes(problem))]
         return next((p if p.startswith("rank ") else f"rank {r}: {p}" for r, p in enumerate(problems) if p), "")
 
     def _commit(self, partial: Path, final: Path) -> None:

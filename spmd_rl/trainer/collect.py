@@ -6,6 +6,7 @@ Whether to sample on is decided from the gathered scores alone, so every rank of
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -17,21 +18,22 @@ from spmd_rl.data.batch import Batch
 from spmd_rl.data.prompts import Prompt, PromptOrder
 from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.runtime.exchange import gather
+from spmd_rl.runtime.remote import Remote, local
 
 logger = logging.getLogger("spmd_rl.trainer")
 
 METRICS = {"score": "score", "acc": "acc", "seq_reward": "score"}
 """algorithm.filter_groups.metric -> column; a row's token rewards sum to its score."""
 
-Sample = Callable[[Sequence[Prompt]], Batch]
+Sample = Callable[[Sequence[Prompt]], Batch | Remote]
 """Prompts -> this rank's part of their scored replies, whose row ids count from 0 over all ranks."""
 
 
 @dataclass
 class Collected:
-    """This rank's rows of a step, and what was measured on the way."""
+    """This rank's rows of a step (a reward model's own pool has none), and what was measured on the way."""
 
-    batch: Batch
+    batch: Batch | Remote
     metrics: dict[str, float]
 
 
@@ -54,7 +56,8 @@ def groups_with_signal(
     left, as in verl. ConfigError after `filter_groups.max_num_gen_batches` rounds.
     """
     settings, wanted = config.algorithm.filter_groups, config.data.train_batch_size
-    rounds: list[Batch] = []
+    rounds: list[Batch | Remote] = []
+    who = runtime.bridge("rollout", "reward" if "reward" in runtime.plan.roles else "rollout")
     kept = sampled = 0
     scores: list[Tensor] = []
     while True:
@@ -62,14 +65,15 @@ def groups_with_signal(
         if prompts:
             batch = sample(prompts)
             metric = METRICS[settings.metric]
-            whole = gather(batch, ["uid", "score", metric], runtime.everyone)
+            whole = gather(batch, ["uid", "score", metric], who)
             signal = has_signal(whole[metric], group_index(whole["uid"])).view(len(prompts), -1)[:, 0]
-            rounds.append(_renumbered(batch, signal, kept, config))
+            rounds.append(local(partial(_renumbered, signal_P=signal, before=kept, config=config), batch))
             kept, sampled = kept + int(signal.sum()), sampled + len(prompts)
             scores.append(whole["score"])
         todo = refill(kept, wanted, len(rounds), settings.max_num_gen_batches, exhausted=not prompts)
         if todo == "train":
-            return Collected(Batch.concat(rounds), _metrics(len(rounds), sampled, kept, wanted, scores))
+            together = local(lambda *parts: Batch.concat(parts), *rounds)
+            return Collected(together, _metrics(len(rounds), sampled, kept, wanted, scores))
         if todo == "stop":
             _explain(not prompts, kept, sampled, config, runtime)
             return None
@@ -107,5 +111,5 @@ def _explain(exhausted: bool, kept: int, sampled: int, config: Config, runtime: 
             f"differ in {config.algorithm.filter_groups.metric}: check that the problems are neither too hard nor too "
             "easy; or raise algorithm.filter_groups.max_num_gen_batches (0: no bound), or raise rollout.n"
         )
-    if runtime.is_first:
+    if runtime.pool_rank == 0 and runtime.plays("rollout"):
         logger.warning("dynamic sampling: the data ran out when %s; the run ends here", found)

@@ -18,21 +18,31 @@ from spmd_rl.engines.base import Outputs, StepResult
 from spmd_rl.observe.metrics import Partial, explained_variance, mean, moments, total
 from spmd_rl.roles.model import ModelRole, sum_over
 from spmd_rl.runtime.bootstrap import Runtime
+from spmd_rl.runtime.remote import Remote, local
 from spmd_rl.trainer.finite import Guard
 from spmd_rl.trainer.objective import loss_scale, mini_batch_totals
 from spmd_rl.trainer.reshard import INPUTS, lend
 
 
-def update_critic(config: Config, critic: ModelRole, shard: Shard, runtime: Runtime, guard: Guard) -> list[StepResult]:
+def update_critic(
+    config: Config, critic: ModelRole | Remote, shard: Shard | Remote, runtime: Runtime, guard: Guard
+) -> list[StepResult]:
     """The critic's passes over the step's batch, one optimizer step a mini-batch of its own size."""
     prompts, epochs = critic_updates(config)
-    minis = consecutive(len(shard.lengths), prompts * config.rollout.n) * epochs
-    lent = lend(shard, critic.name, [*INPUTS, "values", "returns"], minis, config, runtime)
-    results = []
-    for mini in range(lent.mini_batches):
-        totals = mini_batch_totals(lent.batch.select(lent.mini_rows(mini)), critic.dp_group)
-        results.append(critic.update(lent, mini, ValueObjective(config, totals, guard)))
-    return results
+
+    def mini_batches(rows: int) -> list[list[int]]:
+        return consecutive(rows, prompts * config.rollout.n) * epochs
+
+    lent = lend(shard, "critic", [*INPUTS, "values", "returns"], mini_batches, config, runtime)
+    done = local(
+        lambda part, model: [_update(config, model, part, m, guard) for m in range(part.mini_batches)], lent, critic
+    )
+    return [] if isinstance(done, Remote) else done
+
+
+def _update(config: Config, critic: ModelRole, lent: Shard, mini: int, guard: Guard) -> StepResult:
+    totals = mini_batch_totals(lent.batch.select(lent.mini_rows(mini)), critic.dp_group)
+    return critic.update(lent, mini, ValueObjective(config, totals, guard))
 
 
 def critic_updates(config: Config) -> tuple[int, int]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
+from torch import Tensor
 
 from spmd_rl.config import Config
 from spmd_rl.data.order import PromptOrder
@@ -18,6 +18,7 @@ from spmd_rl.observe.metrics import timing_metrics
 from spmd_rl.observe.timer import Timer
 from spmd_rl.observe.tracking import Trackers
 from spmd_rl.runtime.bootstrap import Runtime
+from spmd_rl.trainer.border import Idle, largest, together
 from spmd_rl.trainer.checkpoint import Checkpointer, read_state
 
 
@@ -39,7 +40,8 @@ class Loop(ABC):
         self.config, self.runtime, self.engines, self.order = config, runtime, engines, order
         self.trackers, self.checkpointer, self.total_steps = trackers, checkpointer, total_steps
         sync = torch.cuda.synchronize if runtime.device.type == "cuda" else None
-        self.timer, self.peaks = Timer(sync), PeakMemory(runtime.device)
+        self.timer, self.peaks = Timer(sync, lambda: runtime.waits.seconds), PeakMemory(runtime.device)
+        self.idle = Idle(runtime)
         self.fingerprint = dict(fingerprint)
         self.done = 0
         self.started = time.monotonic()
@@ -74,8 +76,8 @@ class Loop(ABC):
                 self.end_of_data()
                 break
             self.done = number
-            metrics |= self._timing(metrics) | self.peaks.take(self.runtime.everyone)
             ended = number == self.total_steps or self._on_any_rank(self.asked_to_stop or self._late())
+            metrics = self._together(metrics)
             if self.checkpointer.pending and not self._on_any_rank(not self.checkpointer.written):
                 self.checkpointer.finish()
             if self._due(self.config.trainer.test_freq, number, ended):
@@ -101,10 +103,14 @@ class Loop(ABC):
         """Save everything that the next step depends on."""
         with self.timer.phase("save_checkpoint"):
             tensors = {role: engine.state() for role, engine in self.engines.items()}
-            self.checkpointer.save(self.done, tensors, self.state())
+            self.checkpointer.save(self.done, tensors, together(self.state(), self.runtime), self.files())
+
+    def files(self) -> dict[str, Tensor]:
+        """Other files of a checkpoint that this rank writes: name -> bytes."""
+        return {}
 
     def state(self) -> dict[str, Any]:
-        """The JSON part of a checkpoint."""
+        """The JSON part of a checkpoint, as far as this rank's pool knows it."""
         return {
             "step": self.done,
             "fingerprint": self.fingerprint,
@@ -119,9 +125,10 @@ class Loop(ABC):
         state = self.checkpointer.load(folder, tensors)
         for role, engine in self.engines.items():
             engine.load_state(tensors[role], state["versions"][role])
-        self.load_json(state)
+        self.load_json(state, folder)
 
-    def load_json(self, state: dict[str, Any]) -> None:
+    def load_json(self, state: dict[str, Any], folder: Path) -> None:
+        """Take the JSON part of the checkpoint in `folder`."""
         self.done = state["step"]
         self.order.load_state_dict(state["order"])
 
@@ -134,19 +141,23 @@ class Loop(ABC):
         return limit > 0 and time.monotonic() - self.started > limit
 
     def _on_any_rank(self, here: bool) -> bool:
-        flag = torch.tensor([float(here)])
-        dist.all_reduce(flag, op=dist.ReduceOp.MAX, group=self.runtime.everyone)
-        return bool(flag.item())
+        return self.runtime.job.any(here)
 
     def _note_signal(self, number: int, frame: Any) -> None:
         self.asked_to_stop = True
 
-    def _timing(self, metrics: Mapping[str, float]) -> dict[str, float]:
+    def _together(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """The step's metrics of all pools, with its times and peaks."""
+        metrics = together({**metrics, **self.idle.take()}, self.runtime)
+        seconds = largest(self.timer.take(), self.runtime)
+        return metrics | self._timing(metrics, seconds) | largest(self.peaks.take(self.runtime.everyone), self.runtime)
+
+    def _timing(self, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
         prompt = metrics.get("prompt_length/mean", 0.0)
         response = metrics.get("response_length/mean", 0.0)
         tokens = metrics.get("perf/total_num_tokens", 0.0)
         rows = tokens / (prompt + response) if prompt + response else 0.0
-        return timing_metrics(self.timer.take(), prompt * rows, response * rows, self.runtime.plan.world_size)
+        return timing_metrics(seconds, prompt * rows, response * rows, self.runtime.plan.world_size)
 
 
 def saved_step(folder: Path | None) -> int:

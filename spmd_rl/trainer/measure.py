@@ -1,6 +1,7 @@
 """The step's metrics from what the ranks hold, under verl's names."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from torch.distributed import ProcessGroup
@@ -11,17 +12,21 @@ from spmd_rl.data.shard import Shard
 from spmd_rl.engines.base import StepResult
 from spmd_rl.observe.metrics import Partial, batch_metrics, finish, merge
 from spmd_rl.roles.model import merge_over
-from spmd_rl.runtime.exchange import gather
+from spmd_rl.runtime.bridge import Bridge
+from spmd_rl.runtime.exchange import gather, with_columns
+from spmd_rl.runtime.remote import Remote, local
+
+SHOWN = ("row_id", "uid", "sample", "score", "finished", "prompt", "text", "error", "ground_truth")
+"""Columns of a shown reply."""
 
 
 def step_metrics(
     shard: Shard,
-    partial: Partial,
-    results: Mapping[str, Sequence[StepResult]],
+    measured: Partial,
     config: Config,
     dp_group: ProcessGroup,
 ) -> dict[str, float]:
-    """Batch metrics merged over the dp ranks; and those of each role's optimizer steps (merged before), averaged."""
+    """Batch metrics merged over the dp ranks."""
     batch = shard.batch
     mine = batch_metrics(
         batch["score"],
@@ -34,10 +39,7 @@ def step_metrics(
         returns_T=_counted(batch, "returns"),
         values_T=_counted(batch, "values"),
     )
-    metrics = finish(merge_over(mine | partial, dp_group))
-    for role, steps in results.items():
-        metrics |= update_metrics(steps, role) if steps else {}
-    return metrics
+    return finish(merge_over(mine | measured, dp_group))
 
 
 def update_metrics(results: Sequence[StepResult], role: str) -> dict[str, float]:
@@ -60,12 +62,9 @@ def _counted(batch: Batch, name: str) -> Any:
     return column.values[batch["response_mask"].values > 0]
 
 
-def sample_rows(batch: Batch, limit: int, group: ProcessGroup) -> list[dict[str, Any]]:
+def sample_rows(batch: Batch | Remote, limit: int, bridge: Bridge) -> list[dict[str, Any]]:
     """Up to `limit` (-1: all) rows of the step as dicts for the samples file, in `row_id` order, on every rank."""
-    n_here = len(batch) if limit < 0 else min(len(batch), limit)
-    part = batch.select(range(n_here))
-    names = ["row_id", "uid", "sample", "score", "finished", "prompt", "text", "error", "ground_truth"]
-    whole = gather(part, [n for n in names if n in part], group)
+    whole = gather(local(partial(_first_rows, limit=limit), batch), SHOWN, bridge)
     count = len(whole) if limit < 0 else min(limit, len(whole))
     return [
         {
@@ -80,3 +79,7 @@ def sample_rows(batch: Batch, limit: int, group: ProcessGroup) -> list[dict[str,
         }
         for i in range(count)
     ]
+
+
+def _first_rows(batch: Batch, limit: int) -> Batch:
+    return with_columns(batch, SHOWN).select(range(len(batch) if limit < 0 else min(len(batch), limit)))

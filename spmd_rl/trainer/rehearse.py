@@ -27,6 +27,7 @@ from spmd_rl.topology.hardware import GIB, hardware
 from spmd_rl.topology.memory import memory
 from spmd_rl.topology.plan import Plan
 from spmd_rl.topology.shape import ModelShape
+from spmd_rl.trainer.border import largest
 from spmd_rl.trainer.checkpoint import Checkpointer
 from spmd_rl.trainer.loop import Loop
 from spmd_rl.trainer.trainer import Trainer
@@ -72,13 +73,14 @@ def rehearse(config: Config, inputs: RunInputs, runtime: Runtime) -> str:
     """Take the step; what it took, as a table. Raises what the run itself would (out of memory)."""
     plan, config = with_shape(runtime.plan, inputs.model.hf_config), long_replies(config)
     inputs.order = PromptOrder(longest(inputs.order.rows, config), config.data.train_batch_size, drop_last=False)
-    nowhere = Checkpointer(Path(config.trainer.output_dir), config.trainer.checkpoint, runtime.control)  # never saves
+    nowhere = Checkpointer(Path(config.trainer.output_dir), config.trainer.checkpoint, runtime)  # never saves
     loop = inputs.loop(config, runtime, Trackers([]), nowhere)
     if isinstance(loop, Trainer):
         loop.roles.reward = Varied(loop.roles.reward)  # type: ignore[assignment]
     with loop.timer.phase("step"):
         loop.step(1)
-    seconds, peaks = slowest(loop.timer.take(), runtime), loop.peaks.take(runtime.everyone)
+    seconds = largest(slowest(loop.timer.take(), runtime), runtime)
+    peaks = largest(loop.peaks.take(runtime.everyone), runtime)
     return table(lines(plan, runtime.env.rank, seconds, peaks), plan, runtime.device)
 
 

@@ -2,14 +2,20 @@
 
 A step is two stages: `produce` (prompts, replies, rewards) and `consume` (log-probs, values, advantages, updates). Each
 phase of `consume` writes its columns into the batch; a phase whose role does not play, or whose columns nobody reads,
-does nothing.
+does nothing. Where roles live on pools of their own, a call runs on the pools that it names with `on`; other ranks get
+a `Remote` and go on. Between the stages stands `deliver`, where both meet; schedules differ in how far `produce` is
+ahead of `consume` (`lag`), and in nothing else.
 """
 
+from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
+
+from torch import Tensor
 
 from spmd_rl.algorithms.kl import KlController, kl_controller
 from spmd_rl.config import Config
@@ -23,30 +29,37 @@ from spmd_rl.roles.model import ModelRole
 from spmd_rl.roles.residency import Residency
 from spmd_rl.roles.reward import Reward
 from spmd_rl.roles.rollout import Rollout
+from spmd_rl.roles.weight_sync import WeightSync
 from spmd_rl.runtime.bootstrap import Runtime
+from spmd_rl.runtime.exchange import gather
+from spmd_rl.runtime.remote import Remote, here, local, on
 from spmd_rl.trainer.advantages import add_advantages, configured_estimator, token_level_rewards
+from spmd_rl.trainer.ahead import Ahead, load_ahead, saved_ahead
 from spmd_rl.trainer.checkpoint import Checkpointer
-from spmd_rl.trainer.collect import Collect, groups_with_signal, one_round
+from spmd_rl.trainer.collect import Collect, Collected, groups_with_signal, one_round
 from spmd_rl.trainer.correction import add_correction, bypasses, corrects
 from spmd_rl.trainer.critic import update_critic, value_metrics
 from spmd_rl.trainer.finite import Guard
 from spmd_rl.trainer.loop import Loop
-from spmd_rl.trainer.measure import sample_rows, step_metrics
+from spmd_rl.trainer.measure import sample_rows, step_metrics, update_metrics
 from spmd_rl.trainer.objective import update_actor
-from spmd_rl.trainer.reshard import columns_of, to_actor
-from spmd_rl.trainer.validation import validate
+from spmd_rl.trainer.reshard import add_columns, to_actor
+from spmd_rl.trainer.validation import scored, validate
 
 
 @dataclass
 class Roles:
-    """Who plays in this run."""
+    """Who plays in this run; `Remote` stands for a role on another pool."""
 
-    actor: ModelRole
-    rollout: Rollout
+    actor: ModelRole | Remote
+    rollout: Rollout | Remote
     reward: Reward
-    ref: ModelRole | None = None
-    critic: ModelRole | None = None
+    """The reward functions; they run where replies are sampled."""
+    ref: ModelRole | Remote | None = None
+    critic: ModelRole | Remote | None = None
     residency: Residency = field(default_factory=Residency)
+    weight_sync: WeightSync | None = None
+    """From the actor's pool to the rollout's; None where they share one, and the rollout helps itself."""
 
 
 class Trainer(Loop):
@@ -65,97 +78,141 @@ class Trainer(Loop):
         fingerprint: dict[str, Any],
     ) -> None:
         trained = {"actor": roles.actor, "critic": roles.critic}
-        engines = {name: role.engine for name, role in trained.items() if role is not None}
+        engines = {name: role.engine for name, role in trained.items() if isinstance(role, ModelRole)}
         super().__init__(config, runtime, engines, prompts, trackers, checkpointer, total_steps, fingerprint)
         self.roles, self.prompts, self.validation = roles, prompts, validation
         self.estimator = configured_estimator(config)
         self.collect: Collect = groups_with_signal if config.algorithm.filter_groups.enable else one_round
         kl = config.algorithm.kl_ctrl
         self.kl_ctrl: KlController = kl_controller(kl.type, kl.kl_coef, kl.target_kl, kl.horizon)
+        self.lag = config.trainer.staleness if config.trainer.schedule == "one_step_off" else 0
+        self.produced = self.done
+        """The last step that was produced."""
+        self.ahead: Ahead = deque()
+        """Those of them that are not consumed yet, oldest first."""
 
     def step(self, step: int) -> dict[str, float] | None:
         """One step: sample, score, estimate advantages, update. Its metrics; None when the data has run out."""
-        shard = self.produce(step)
-        return self.consume(shard) if shard is not None else None
-
-    def produce(self, step: int) -> Shard | None:
-        """Prompts, replies, rewards; then every row goes to the rank of the actor that works on it."""
-        found = self.collect(self.prompts, partial(self.sample, step=step), self.config, self.runtime)
-        if found is None:
+        self.produce_until(step)
+        if self.runtime.job.any(self.ahead[0] is None):
             return None
-        self.show(found.batch, step)
-        shard = to_actor(found.batch, step, self.config, self.runtime)
+        shard = self.deliver(self.ahead.popleft(), step)
+        self.produce_until(min(step + self.lag, self.total_steps))  # on other pools than the rest of the step
+        return self.consume(shard)
+
+    def produce_until(self, step: int) -> None:
+        """Sample what comes next with the weights of now, until the step `step` is there."""
+        while self.produced < step:
+            self.sync()
+            self.ahead.append(self.produce(self.produced + 1))
+            self.produced += 1
+
+    @on("actor", "rollout")
+    def sync(self) -> None:
+        """The actor's weights of now reach a rollout on another pool."""
+        if self.roles.weight_sync is not None:
+            with self.phase("weight_sync"):
+                self.roles.weight_sync()
+
+    @on("rollout", "reward")
+    def produce(self, step: int) -> Collected | None:
+        """Prompts, replies, rewards; None when the data has run out."""
+        found = self.collect(self.prompts, partial(self.sample, step=step), self.config, self.runtime)
+        if found is not None:
+            found.metrics |= self.roles.reward.counts(self.runtime.everyone)
+        return found
+
+    @on("rollout", "actor")
+    def deliver(self, found: Collected | Remote | None, step: int) -> Shard | Remote:
+        """Every row goes to the rank of the actor that works on it."""
+        assert found is not None, "there is a step to deliver"
+        batch = local(lambda collected: collected.batch, found)
+        self.show(batch, step)
+        shard = to_actor(batch, step, self.config, self.runtime)
         shard.metrics = found.metrics
         return shard
 
-    def consume(self, shard: Shard) -> dict[str, float]:
-        """Log-probs, values, advantages; then one optimizer step a mini-batch."""
+    def consume(self, shard: Shard | Remote) -> dict[str, float]:
+        """Log-probs, values, advantages; then one optimizer step a mini-batch. The metrics that this rank knows."""
         self.old_log_probs(shard)
         self.ref_log_probs(shard)
         self.values(shard)
         measured = self.advantages(shard)
         results = {"critic": self.update_critic(shard), "actor": self.update_actor(shard)}
-        return self.measure(shard, measured, results)
+        self.measure(shard, measured)
+        for role, steps in results.items():
+            shard.metrics |= update_metrics(steps, role) if isinstance(steps, list) and steps else {}
+        return shard.metrics
 
-    def sample(self, prompts: Sequence[Prompt], step: int) -> Batch:
+    def sample(self, prompts: Sequence[Prompt], step: int) -> Batch | Remote:
         """This rank's part of the prompts' replies, scored; and greedy replies' scores where they are a baseline."""
-        n, seed = self.config.rollout.n, self.config.trainer.seed
-        rollout, reward = self.roles.rollout, self.roles.reward
-        mine, greedy = prompts[rollout.share(len(prompts))], None
-        with self.phase("generate") as guard:
-            batch = rollout.generate(prompts, rollout.training_params(), n, step, seed)
-            if "reward_baselines" in self.estimator.needs:
-                greedy = rollout.generate(prompts, rollout.greedy_params(), 1, step, seed)
-            guard.check(batch, ["rollout_log_probs"])
-        with self.phase("reward") as guard:
-            batch = reward.score(batch, mine, n)
-            if greedy is not None:
-                batch["reward_baselines"] = reward.score(greedy, mine, 1)["score"].repeat_interleave(n)
-            guard.check(batch, ["score", "reward_baselines"])
+        n, baseline = self.config.rollout.n, "reward_baselines" in self.estimator.needs
+        batch = self.generate(prompts, n, step)
+        greedy = self.generate(prompts, 1, step, greedy=True) if baseline else None
+        batch = self.score(batch, prompts, n)
+        if greedy is not None:
+            local(partial(_add_baselines, n=n), batch, self.score(greedy, prompts, 1))
         return batch
 
-    def old_log_probs(self, shard: Shard) -> None:
+    @on("rollout")
+    def generate(self, prompts: Sequence[Prompt], n: int, step: int, greedy: bool = False) -> Batch:
+        """n replies to each prompt of this rank's share."""
+        rollout = here(self.roles.rollout)
+        params = rollout.greedy_params() if greedy else rollout.training_params()
+        with self.phase("generate") as guard:
+            batch = rollout.generate(prompts, params, n, step, self.config.trainer.seed)
+            guard.check(batch, ["rollout_log_probs"])
+        return batch
+
+    @on("rollout")
+    def score(self, batch: Batch | Remote, prompts: Sequence[Prompt], n: int) -> Batch:
+        """The scores of the functions for this rank's replies."""
+        mine = prompts[here(self.roles.rollout).share(len(prompts))]
+        with self.phase("reward") as guard:
+            batch = self.roles.reward.score(here(batch), mine, n)
+            guard.check(batch, ["score"])
+        return batch
+
+    @on("actor")
+    def old_log_probs(self, shard: Shard | Remote) -> None:
         """What the ratio is taken against: the sampler's own log-probs in bypass mode, else the actor's so far."""
-        batch = shard.batch
-        want = ["sum_pi_squared"] if "sum_pi_squared" in self.estimator.needs else []
+        batch = here(shard).batch
+        want = {"sum_pi_squared": "sum_pi_squared"} if "sum_pi_squared" in self.estimator.needs else {}
         if bypasses(self.config):
             batch["old_log_probs"] = batch["rollout_log_probs"]
-        elif self.needs_old_log_probs(shard):
-            want.append("log_probs")
-        if not want:
-            return
-        with self.phase("old_log_prob") as guard:
-            found = columns_of(self.roles.actor, shard, want, self.config, self.runtime)
-            for name, column in found.items():
-                batch["old_log_probs" if name == "log_probs" else name] = column
-            guard.check(batch, ["old_log_probs", "sum_pi_squared"])
+        elif self.needs_old_log_probs(here(shard)):
+            want["log_probs"] = "old_log_probs"
+        if want:
+            self.columns("old_log_prob", "actor", shard, want)
 
     def needs_old_log_probs(self, shard: Shard) -> bool:
         """One update a step makes them equal to the update's own; whoever reads them earlier needs them before that."""
         early = self.config.algorithm.use_kl_in_reward or corrects(self.config)
         return shard.mini_batches > 1 or early or "old_log_probs" in self.estimator.needs
 
-    def ref_log_probs(self, shard: Shard) -> None:
+    @on("actor", "ref")
+    def ref_log_probs(self, shard: Shard | Remote) -> None:
         """The frozen reference's log-probs, for a KL term."""
-        if self.roles.ref is None:
-            return
-        with self.phase("ref") as guard:
-            found = columns_of(self.roles.ref, shard, ["log_probs"], self.config, self.runtime)
-            shard.batch["ref_log_probs"] = found["log_probs"]
-            guard.check(shard.batch, ["ref_log_probs"])
+        self.columns("ref", "ref", shard, {"log_probs": "ref_log_probs"})
 
-    def values(self, shard: Shard) -> None:
+    @on("actor", "critic")
+    def values(self, shard: Shard | Remote) -> None:
         """What the critic expects at each response token."""
-        if self.roles.critic is None:
-            return
-        with self.phase("values") as guard:
-            found = columns_of(self.roles.critic, shard, ["values"], self.config, self.runtime)
-            shard.batch["values"] = found["values"]
-            guard.check(shard.batch, ["values"])
+        self.columns("values", "critic", shard, {"values": "values"})
 
-    def advantages(self, shard: Shard) -> Partial:
+    def columns(self, phase: str, role: str, shard: Shard | Remote, want: dict[str, str]) -> None:
+        """Token columns by a role, if it plays: what its model makes -> how the batch calls it."""
+        model: ModelRole | Remote | None = getattr(self.roles, role)
+        if model is not None:
+            with self.phase(phase) as guard:
+                add_columns(model, role, shard, want, self.config, self.runtime)
+                local(lambda there: guard.check(there.batch, list(want.values())), shard)
+
+    @on("actor")
+    def advantages(self, shard: Shard | Remote) -> Partial:
         """Rollout correction, token rewards (score, less the KL penalty), advantages over the whole step's batch."""
-        algorithm, actor, batch = self.config.algorithm, self.roles.actor, shard.batch
+        algorithm, actor, shard = self.config.algorithm, here(self.roles.actor), here(shard)
+        batch = shard.batch
         with self.phase("adv") as guard:
             shard.metrics |= add_correction(shard, self.config, actor)
             batch["token_level_rewards"], measured = token_level_rewards(batch, algorithm, self.kl_ctrl.value)
@@ -163,56 +220,90 @@ class Trainer(Loop):
             guard.check(batch, ["token_level_rewards", "advantages", "returns"])
         return measured
 
-    def update_critic(self, shard: Shard) -> list[StepResult]:
+    @on("actor", "critic")
+    def update_critic(self, shard: Shard | Remote) -> list[StepResult]:
         """The critic's optimizer steps."""
         if self.roles.critic is None:
             return []
         with self.phase("update_critic") as guard:
             return update_critic(self.config, self.roles.critic, shard, self.runtime, guard)
 
-    def update_actor(self, shard: Shard) -> list[StepResult]:
+    @on("actor")
+    def update_actor(self, shard: Shard | Remote) -> list[StepResult]:
         """The actor's optimizer steps; none while the critic warms up."""
         if self.roles.critic is not None and self.done < self.config.critic.warmup_steps:
             return []
+        actor, shard = here(self.roles.actor), here(shard)
         with self.phase("update_actor") as guard:
-            minis = range(shard.mini_batches)
-            return [update_actor(self.config, self.roles.actor, shard, mini, guard) for mini in minis]
+            return [update_actor(self.config, actor, shard, mini, guard) for mini in range(shard.mini_batches)]
 
-    def measure(self, shard: Shard, measured: Partial, results: dict[str, list[StepResult]]) -> dict[str, float]:
+    @on("actor")
+    def measure(self, shard: Shard | Remote, measured: Partial | Remote) -> None:
         """The step's metrics, of all ranks, under verl's names; moves the KL controller."""
-        group = self.roles.actor.dp_group
-        metrics = shard.metrics | step_metrics(shard, measured, results, self.config, group)
+        shard, group = here(shard), here(self.roles.actor).dp_group
+        metrics = step_metrics(shard, here(measured), self.config, group)
         if self.roles.critic is not None:
             metrics |= value_metrics(shard.batch, group)
         if "actor/reward_kl_penalty" in metrics:
             metrics["actor/reward_kl_penalty_coeff"] = self.kl_ctrl.value
             self.kl_ctrl.update(metrics["actor/reward_kl_penalty"], len(shard.lengths))
-        return metrics | self.roles.reward.counts(self.runtime.everyone)
+        shard.metrics |= metrics
 
     def validate(self, step: int) -> dict[str, float]:
         """Sample the validation prompts with the current weights and score them."""
         if self.validation is None:
             return {}
+        self.sync()
         with self.timer.phase("testing"), self.roles.residency.hold("generate"):
-            metrics, samples = validate(
-                self.validation, self.roles.rollout, self.roles.reward, self.config, self.runtime
-            )
+            metrics, samples = validate(self.validation, self.validation_round, self.config)
         self.trackers.samples(samples, step, "val")
         return metrics
 
-    def show(self, batch: Batch, step: int) -> None:
+    def validation_round(self, prompts: Sequence[Prompt], names: Sequence[str]) -> Batch | Remote:
+        """`rollout.val_n` replies to each prompt, scored; those columns of all of them, where they are looked at."""
+        return self.gathered(self.validation_replies(prompts), names)
+
+    @on("rollout")
+    def validation_replies(self, prompts: Sequence[Prompt]) -> Batch:
+        """This rank's part of them."""
+        return scored(prompts, here(self.roles.rollout), self.roles.reward, self.config)
+
+    @on("rollout", "actor")
+    def gathered(self, batch: Batch | Remote, names: Sequence[str]) -> Batch:
+        """All rows, where they were sampled and at home."""
+        return gather(batch, names, self.runtime.bridge("rollout", "actor"))
+
+    def show(self, batch: Batch | Remote, step: int) -> None:
         """Keep (and show) some of the step's replies."""
-        self.trackers.samples(sample_rows(batch, self.config.observe.samples_per_step, self.runtime.everyone), step)
+        limit, bridge = self.config.observe.samples_per_step, self.runtime.bridge("rollout", "actor")
+        self.trackers.samples(sample_rows(batch, limit, bridge), step)
 
     def state(self) -> dict[str, Any]:
-        return super().state() | {"kl_coef": self.kl_ctrl.value}
+        """What this rank's pool knows; a checkpoint holds what all pools know together."""
+        state = super().state()
+        if self.runtime.plays("actor"):
+            state["kl_coef"] = self.kl_ctrl.value
+        if self.runtime.plays("rollout", "reward"):
+            state["ahead"] = [None if found is None else here(found).metrics for found in self.ahead]
+        else:
+            del state["order"]  # of no use here
+        return state
 
-    def load_json(self, state: dict[str, Any]) -> None:
-        super().load_json(state)
+    def load_json(self, state: dict[str, Any], folder: Path) -> None:
+        super().load_json(state, folder)
         self.kl_ctrl.value = state["kl_coef"]
+        self.ahead = load_ahead(state["ahead"], folder, self.runtime)
+        self.produced = self.done + len(self.ahead)
+
+    def files(self) -> dict[str, Tensor]:
+        return saved_ahead(self.ahead, self.runtime)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Guard]:
         """A phase of the step: its pieces on the device, its time and peak taken, and what looks for nan and inf."""
-        with self.timer.phase(name), self.roles.residency.hold(name), self.peaks.phase(name):
+        with self.timer.phase(name, waits=False), self.roles.residency.hold(name), self.peaks.phase(name):
             yield Guard(self.runtime, name)
+
+
+def _add_baselines(batch: Batch, greedy: Batch, n: int) -> None:
+    batch["reward_baselines"] = greedy["score"].repeat_interleave(n)

@@ -1,6 +1,6 @@
 """Validation: the current weights on prompts that are never trained on."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from spmd_rl.config import Config
@@ -11,18 +11,47 @@ from spmd_rl.roles.reward import Reward
 from spmd_rl.roles.rollout import Rollout
 from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.runtime.exchange import gather
+from spmd_rl.runtime.remote import Remote, local
 
 NOISE_STEP = -1
 """Validation draws the same noise every time (no training step has this number), so that rounds compare."""
 
 
-def validate(
-    prompts: Prompts, rollout: Rollout, reward: Reward, config: Config, runtime: Runtime
-) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """mean@n, best@k and maj@k by data source, and the replies; the same on every rank."""
+Round = Callable[[Sequence[Prompt], Sequence[str]], Batch | Remote]
+"""(prompts, columns) -> those columns of all their scored replies, in prompt order."""
+SHOWN = (
+    "uid", "sample", "score", "acc", "length", "prompt", "text", "data_source", "ground_truth", "prediction"
+)  # fmt: skip
+
+
+def validate(prompts: Prompts, sample: Round, config: Config) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    """mean@n, best@k and maj@k by data source, and the replies; the same on every rank that hears of the replies."""
     every = [prompts.at(i) for i in range(len(prompts))]
     size = config.data.val_batch_size or len(every)
-    parts = [_round(every[at : at + size], rollout, reward, config, runtime) for at in range(0, len(every), size)]
+    parts = [sample(every[at : at + size], SHOWN) for at in range(0, len(every), size)]
+    found = local(lambda *rounds: _measured(rounds, config), *parts)
+    return ({}, []) if isinstance(found, Remote) else found
+
+
+def sampled_here(rollout: Rollout, reward: Reward, config: Config, runtime: Runtime) -> Round:
+    """Rounds of a rollout and a reward that live on this rank's pool."""
+
+    def sample(prompts: Sequence[Prompt], names: Sequence[str]) -> Batch:
+        return gather(scored(prompts, rollout, reward, config), names, runtime.everyone)
+
+    return sample
+
+
+def scored(prompts: Sequence[Prompt], rollout: Rollout, reward: Reward, config: Config) -> Batch:
+    """This rank's part of the replies to some prompts, with scores and lengths."""
+    n = config.rollout.val_n
+    batch = rollout.generate(prompts, rollout.validation_params(), n, NOISE_STEP, config.trainer.seed)
+    batch = reward.score(batch, prompts[rollout.share(len(prompts))], n)
+    batch["length"] = batch["responses"].lengths
+    return batch
+
+
+def _measured(parts: Sequence[Batch], config: Config) -> tuple[dict[str, float], list[dict[str, Any]]]:
     sources = [s for part in parts for s in part["data_source"]]
     columns = {name: [v for part in parts for v in part[name].tolist()] for name in ("uid", "score", "acc")}
     predictions = [str(p) for part in parts for p in part["prediction"]]
@@ -36,16 +65,6 @@ def validate(
     lengths = [n for part in parts for n in part["length"].tolist()]
     metrics["val-aux/response_length/mean"] = sum(lengths) / len(lengths)
     return metrics, [row for part in parts for row in _rows(part)]
-
-
-def _round(prompts: Sequence[Prompt], rollout: Rollout, reward: Reward, config: Config, runtime: Runtime) -> Batch:
-    """Replies to some prompts, scored, on every rank in prompt order."""
-    n = config.rollout.val_n
-    batch = rollout.generate(prompts, rollout.validation_params(), n, NOISE_STEP, config.trainer.seed)
-    batch = reward.score(batch, prompts[rollout.share(len(prompts))], n)
-    batch["length"] = batch["responses"].lengths
-    names = ["uid", "sample", "score", "acc", "length", "prompt", "text", "data_source", "ground_truth", "prediction"]
-    return gather(batch, names, runtime.everyone)
 
 
 def _rows(part: Batch) -> list[dict[str, Any]]:

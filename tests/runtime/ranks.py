@@ -1,6 +1,7 @@
 """What the ranks of a test's world do with process groups and batches."""
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,9 +14,15 @@ from spmd_rl.config.load import compose
 from spmd_rl.data.batch import Batch, Ragged
 from spmd_rl.ranked import plan_of
 from spmd_rl.roles.model import merge_over, sum_over
+from spmd_rl.runtime import exchange as exchanges
 from spmd_rl.runtime.bootstrap import Runtime, start, stop
+from spmd_rl.runtime.bridge import Edge
 from spmd_rl.runtime.environment import read_environment
-from spmd_rl.runtime.exchange import exchange, gather
+from spmd_rl.runtime.exchange import exchange, gather, with_columns
+from spmd_rl.runtime.messages import Form, Outgoing
+from spmd_rl.runtime.remote import Remote
+from spmd_rl.topology.edges import ExchangeEdge
+from spmd_rl.topology.layout import Layout, RoleLayout
 
 
 @contextmanager
@@ -61,29 +68,145 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and torch.equal(a, b)
 
 
-def move_batches(seeds: list[int]) -> list[str]:
-    """Exchange and gather random batches that every rank knows whole; what came out wrong."""
+def foldings(size: int) -> list[tuple[int, int]]:
+    """(dp, sp) of every layout of so many ranks."""
+    return [(size // sp, sp) for sp in range(1, size + 1) if size % sp == 0]
+
+
+def folded(role: str, pool: str, fold: tuple[int, int]) -> RoleLayout:
+    layout = Layout(("dp", "sp"), fold)
+    return RoleLayout(role, pool, "fsdp", layout, layout)
+
+
+@contextmanager
+def counted_sends() -> Iterator[Counter[int]]:
+    """Bytes that this rank really sends to each member over any group, headers left out, by the member's job rank."""
+    sent: Counter[int] = Counter()
+    isend, pack, headers = dist.isend, Form.pack, set[int]()
+
+    def send(tensor: Any, group: Any, group_dst: int) -> Any:
+        if id(tensor) not in headers:
+            sent[group_dst] += tensor.numel() * tensor.element_size()
+        return isend(tensor, group=group, group_dst=group_dst)
+
+    def noted(self: Form) -> Any:
+        header = pack(self)
+        headers.add(id(header))
+        kept.append(header)  # so that no other tensor gets its id
+        return header
+
+    kept: list[Any] = []
+    dist.isend, Form.pack = send, noted  # type: ignore[assignment,method-assign]
+    try:
+        yield sent
+    finally:
+        dist.isend, Form.pack = isend, pack  # type: ignore[assignment,method-assign]
+
+
+def move_batches(seeds: list[int], *overrides: str) -> list[str]:
+    """Exchange random batches that every rank knows whole between all layouts of two pools; what came out wrong.
+
+    Values, types and order must be those of the whole batch, and the bytes over each link the plan's.
+    """
     wrong = []
-    with runtime() as here:
-        size, rank = here.pool.size, here.pool_rank
+    with runtime(*overrides) as here:
+        edge = here.edge("actor", "ref")
+        for seed in seeds:
+            for there, back in ((0, 1), (1, 0)):
+                pools = edge.plan.pools[there], edge.plan.pools[back]
+                for one in foldings(pools[0].size):
+                    for other in foldings(pools[1].size):
+                        layouts = folded("one", pools[0].name, one), folded("other", pools[1].name, other)
+                        planned = Edge(ExchangeEdge("rows", *layouts, pools), edge.bridge, edge.inside)
+                        case = f"seed {seed}, {pools[0].name} {one} to {pools[1].name} {other}"
+                        wrong += [f"{case}: {what}" for what in move_one(random.Random(seed), planned, here)]
+    return wrong
+
+
+def move_one(rng: random.Random, edge: Edge, here: Runtime) -> list[str]:
+    """One exchange from random holders to random wants; what is wrong with it."""
+    source, target = edge.plan.source, edge.plan.target
+    whole = some_batch(rng, rng.choice([0, 1, 2, 5, 40]))
+    if rng.random() < 0.5:
+        whole.objects.clear()
+    holders = [edge.plan.pools[0].ranks[int(r)] for r in source.collectors]
+    holders = rng.sample(holders, rng.randint(1, len(holders)))
+    owner = {int(row): rng.choice(holders) for row in whole["row_id"].tolist()}
+    places = [rng.sample(range(len(whole)), rng.randint(0, len(whole))) for _ in range(target.dp_size)]
+    parts = [[int(whole["row_id"][i]) for i in some] for some in places]
+    me = here.env.rank
+    batch: Batch | Remote = Remote(("one",))
+    if me in edge.plan.pools[0]:
+        batch = whole.select([i for i, row in enumerate(whole["row_id"].tolist()) if owner[row] == me])
+    with counted_sends() as sent:
+        got = exchange(batch, parts, edge)
+    wrong = []
+    if me in edge.plan.pools[1]:
+        part = target.dp_rank(edge.plan.pools[1].pool_rank(me))
+        wrong = differences(got, whole.select(places[part])) if isinstance(got, Batch) else ["nothing came"]
+    elif not isinstance(got, Remote):
+        wrong = ["rows came to a rank outside"]
+    if not whole.objects:  # how many bytes the objects of a message take is pickle's affair
+        links = edge.plan.route(parts).links(owner, row_bytes(whole))
+        to = Counter({there: count for (sender, there), count in links.items() if sender == me})
+        handing_on = edge.plan.crosses and me not in edge.plan.pools[0]
+        members = edge.inside.members if handing_on else edge.bridge.members
+        by_rank = Counter({members[place]: count for place, count in sent.items()})
+        wrong += [] if by_rank == to else [f"sent {by_rank}, planned {to}"]
+    return wrong
+
+
+def row_bytes(batch: Batch) -> dict[int, int]:
+    """The bytes of each row's tensors, one by one."""
+    found = {}
+    for i, row in enumerate(batch["row_id"].tolist()):
+        one = batch.select([i])
+        tensors = [*one.rows.values(), *(ragged.values for ragged in one.ragged.values())]
+        found[row] = sum(t.numel() * t.element_size() for t in tensors)
+    return found
+
+
+def gather_batches(seeds: list[int], *overrides: str) -> list[str]:
+    """Gather random batches over the meeting of two pools; what came out wrong."""
+    wrong = []
+    with runtime(*overrides) as here:
+        bridge = here.bridge("actor", "ref")
         for seed in seeds:
             rng = random.Random(seed)
             whole = some_batch(rng, rng.choice([0, 1, 2, 5, 40]))
-            holders = rng.sample(range(size), rng.randint(1, size))  # the others hold no row
-            owner = [rng.choice(holders) for _ in range(len(whole))]
-            mine = whole.select([i for i, r in enumerate(owner) if r == rank])
-            places = [rng.sample(range(len(whole)), rng.randint(0, len(whole))) for _ in range(size)]
-            wanted = [[int(whole["row_id"][i]) for i in some] for some in places]
-            got = exchange(mine, wanted, here.everyone)
-            wrong += [f"seed {seed}, exchange: {name}" for name in differences(got, whole.select(places[rank]))]
+            home = here.plan.pools["global"].ranks
+            owner = [rng.choice(home) for _ in range(len(whole))]
+            mine: Batch | Remote = Remote(("ref",))
+            if here.env.rank in home:
+                mine = whole.select([i for i, r in enumerate(owner) if r == here.env.rank])
             columns = ["row_id", "score", "tokens", "text"]
             sorted_places = sorted(range(len(whole)), key=lambda i: int(whole["row_id"][i]))
-            expected = Batch(TensorDict({}, batch_size=[len(whole)]))
-            for name in columns:
-                expected[name] = whole[name]
-            gathered = gather(mine, columns[1:], here.everyone)
-            wrong += [f"seed {seed}, gather: {n}" for n in differences(gathered, expected.select(sorted_places))]
+            expected = with_columns(whole, columns).select(sorted_places)
+            wrong += [f"seed {seed}, gather: {n}" for n in differences(gather(mine, columns[1:], bridge), expected)]
     return wrong
+
+
+def move_in_pieces(limit: int) -> list[str]:
+    """One exchange of long rows, in many pieces of at most `limit` bytes (but for a single row)."""
+    with runtime() as here:
+        whole = some_batch(random.Random(5), 30)
+        whole["long"] = Ragged(torch.arange(30 * 50), torch.full((30,), 50))
+        size, me = here.pool.size, here.pool_rank
+        mine = whole.select([i for i in range(30) if i % size == me])
+        message = Outgoing(mine, range(1, len(mine)), limit)
+        sizes = [p.end - p.start for p in message.form.pieces()]
+        parts = [whole["row_id"][torch.randperm(30, generator=torch.Generator().manual_seed(d))] for d in range(size)]
+        edge = here.edge("actor", "actor")
+        before, exchanges.LIMIT, exchanges.LEAST = (exchanges.LIMIT, exchanges.LEAST), limit, limit
+        try:
+            got = exchange(mine, [p.tolist() for p in parts], edge)
+        finally:
+            exchanges.LIMIT, exchanges.LEAST = before
+        place = {int(r): i for i, r in enumerate(whole["row_id"].tolist())}
+        wrong = differences(got, whole.select([place[int(r)] for r in parts[me]])) if isinstance(got, Batch) else ["?"]
+        if max(sizes) > max(limit, 50 * 8) or len(sizes) < len(mine):
+            wrong.append(f"pieces of {sizes} bytes")
+        return wrong
 
 
 def _said(act: Callable[[], Any]) -> str:
@@ -97,8 +220,9 @@ def _said(act: Callable[[], Any]) -> str:
 def move_what_nobody_or_two_hold() -> list[str]:
     with runtime() as here:
         batch = some_batch(random.Random(0), 3)
-        lost = _said(lambda: exchange(batch.select([]), [[5]] * here.pool.size, here.everyone))
-        twice = _said(lambda: gather(batch, ["score"], here.everyone))
+        edge = here.edge("actor", "actor")
+        lost = _said(lambda: exchange(batch.select([]), [[5]] * here.pool.size, edge))
+        twice = _said(lambda: gather(batch, ["score"], edge.bridge))
         return [lost, twice]
 
 

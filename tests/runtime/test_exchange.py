@@ -1,14 +1,43 @@
-"""Batches that move between ranks arrive as they were: values, types and order."""
+"""Batches that move between ranks arrive as they were: values, types and order; and nothing is sent twice."""
 
 import pytest
 
 from tests.runtime import ranks
 from tests.world import Worlds
 
+REF = ["actor.use_kl_loss=true"]
 
-@pytest.mark.parametrize("size", [1, 2, 4])
-def test_random_ragged_batches_arrive_whole_and_in_order(worlds: Worlds, size: int) -> None:
-    assert worlds[size].run(ranks.move_batches, list(range(60))) == [[]] * size
+
+def pool_of(size: int) -> list[str]:
+    """The reference on a pool of its own."""
+    return [*REF, f"+pools.ref.n_gpus_per_node={size}", "ref.pool=ref"]
+
+
+POOLS = {
+    "1": (1, REF),
+    "2": (2, REF),
+    "4": (4, REF),
+    "1+1": (2, pool_of(1)),
+    "2+2": (4, pool_of(2)),
+    "1+3": (4, pool_of(3)),
+    "3+1": (4, pool_of(1)),
+}
+
+
+@pytest.mark.parametrize("case", POOLS)
+def test_random_ragged_batches_arrive_whole_and_in_order(worlds: Worlds, case: str) -> None:
+    size, overrides = POOLS[case]
+    assert worlds[size].run(ranks.move_batches, list(range(12)), *overrides) == [[]] * size
+
+
+@pytest.mark.parametrize("case", ["1", "4", "1+1", "3+1"])
+def test_everybody_hears_of_all_rows(worlds: Worlds, case: str) -> None:
+    size, overrides = POOLS[case]
+    assert worlds[size].run(ranks.gather_batches, list(range(20)), *overrides) == [[]] * size
+
+
+def test_long_columns_go_in_pieces(worlds: Worlds) -> None:
+    assert worlds[2].run(ranks.move_in_pieces, 100) == [[]] * 2
 
 
 def test_rows_that_nobody_or_two_ranks_hold(worlds: Worlds) -> None:

@@ -19,6 +19,7 @@ from spmd_rl.ranked import plan_of
 from spmd_rl.runtime.bootstrap import start, stop
 from spmd_rl.runtime.environment import read_environment
 from spmd_rl.runtime.exchange import gather
+from spmd_rl.runtime.remote import Remote, here
 from spmd_rl.trainer.checkpoint import Checkpointer
 from spmd_rl.trainer.trainer import Trainer
 
@@ -56,6 +57,8 @@ class Record:
 class _Recording(Trainer):
     def watch(self) -> Record:
         self.record = Record()
+        if isinstance(self.roles.actor, Remote):
+            return self.record
         engine = self.roles.actor.engine
         assert isinstance(engine, FsdpEngine)
         clip, train = engine._clip, engine.train
@@ -69,23 +72,25 @@ class _Recording(Trainer):
         def train_and_note(*args: Any) -> Any:
             result = train(*args)
             part = torch.tensor([result.loss], dtype=torch.float64)
-            dist.all_reduce(part, group=self.roles.actor.dp_group)
+            dist.all_reduce(part, group=here(self.roles.actor).dp_group)
             self.record.losses.append(part.item())
             return result
 
         engine._clip, engine.train = clip_and_note, train_and_note  # type: ignore[method-assign]
         return self.record
 
-    def consume(self, shard: Shard) -> dict[str, float]:
-        self.record.own_rows.append(len(shard.batch))
+    def consume(self, shard: Shard | Remote) -> dict[str, float]:
         metrics = super().consume(shard)
+        self.record.metrics.append(dict(metrics))  # the loop adds what the clock decides
+        if isinstance(shard, Remote):
+            return metrics
+        self.record.own_rows.append(len(shard.batch))
         wanted = ["uid", "sample", "prompts", "responses", "score", "advantages", "ref_log_probs"]
-        whole: Batch = gather(shard.batch, [c for c in wanted if c in shard.batch], self.roles.actor.dp_group)
+        whole: Batch = gather(shard.batch, [c for c in wanted if c in shard.batch], here(self.roles.actor).dp_group)
         row: dict[str, Any] = {"uid": whole["uid"].tolist(), "sample": whole["sample"].tolist()}
         row |= {"score": whole["score"].tolist(), "advantages": whole["advantages"].values}
         row |= {name: [r.tolist() for r in whole[name].rows()] for name in ("prompts", "responses")}
         self.record.rows.append(row)
-        self.record.metrics.append(dict(metrics))  # the loop adds what the clock decides
         return metrics
 
 
@@ -98,7 +103,7 @@ def record(overrides: list[str], steps: int = 3, base: list[str] = TINY) -> Reco
     try:
         runtime = start(config, plan, env)
         roles = build_roles(config, inputs, runtime)
-        checkpointer = Checkpointer(Path(config.trainer.output_dir), config.trainer.checkpoint, runtime.control)
+        checkpointer = Checkpointer(Path(config.trainer.output_dir), config.trainer.checkpoint, runtime)
         trainer = _Recording(
             config, runtime, roles, inputs.order, None, Trackers([]), checkpointer, inputs.total_steps, {}
         )

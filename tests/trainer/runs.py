@@ -41,7 +41,7 @@ def with_trainer(use: Callable[[Trainer], T], overrides: list[str], steps: int =
     try:
         runtime = start(config, plan, env)
         roles = build_roles(config, inputs, runtime)
-        checkpointer = Checkpointer(Path(config.trainer.output_dir), config.trainer.checkpoint, runtime.control)
+        checkpointer = Checkpointer(Path(config.trainer.output_dir), config.trainer.checkpoint, runtime)
         parts = (roles, inputs.order, inputs.validation, Trackers([]), checkpointer, inputs.total_steps, {})
         return use(Trainer(config, runtime, *parts))
     finally:

@@ -46,7 +46,7 @@ def test_three_steps(worlds: Worlds, name: str) -> None:
 
 def _advantages(trainer: Trainer) -> dict[str, Any]:
     """Columns of the first step."""
-    shard = trainer.produce(1)
+    shard = trainer.deliver(trainer.produce(1), 1)
     assert shard is not None
     trainer.consume(shard)
     batch: Batch = shard.batch

@@ -49,7 +49,7 @@ def save_slowly(folder: Path) -> dict[str, Any]:
     with runtime() as here:
         FileSystemWriter.write_data = waiting  # type: ignore[method-assign]
         try:
-            checkpointer = Checkpointer(folder, CheckpointConfig(async_save=True), here.control)
+            checkpointer = Checkpointer(folder, CheckpointConfig(async_save=True), here)
             tensors = numbers(here, 1.0)
             expected = values(tensors)
             checkpointer.save(7, tensors, {"step": 7})
@@ -79,14 +79,14 @@ def test_a_background_save_holds_what_was_there_when_it_began(worlds: Worlds, tm
 
 def save_some(folder: Path, keep: int, steps: list[int]) -> None:
     with runtime() as here:
-        checkpointer = Checkpointer(folder, CheckpointConfig(keep=keep), here.control)
+        checkpointer = Checkpointer(folder, CheckpointConfig(keep=keep), here)
         for step in steps:
             checkpointer.save(step, numbers(here, step), {"step": step})
 
 
 def load_some(folder: Path, begin: int) -> tuple[list[int], dict[str, list[Any]], dict[str, list[Any]]]:
     with runtime() as here:
-        checkpointer = Checkpointer(folder, CheckpointConfig(), here.control)
+        checkpointer = Checkpointer(folder, CheckpointConfig(), here)
         tensors = numbers(here, 0.0)
         newest = committed(folder)[-1]
         checkpointer.load(newest, tensors)
@@ -107,7 +107,7 @@ def test_the_last_ones_are_kept_and_load_on_any_number_of_ranks(worlds: Worlds, 
     for left, _, _ in worlds[2].run(load_some, tmp_path / "0", 2):
         assert left == [1, 2]
     aside = tmp_path / "0" / "checkpoints" / "replaced"
-    assert read_state(aside / "step_1000000") == {"step": 1_000_000}
+    assert read_state(aside / "step_1000000")["step"] == 1_000_000
 
 
 def made(folder: Path, step: int, fingerprint: dict[str, int]) -> Path:

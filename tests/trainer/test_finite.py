@@ -87,7 +87,7 @@ def caught(name: str) -> tuple[str, bool, list[int]]:
         PLANTS[name][0](trainer)
         shard = None
         try:
-            shard = trainer.produce(1)
+            shard = trainer.deliver(trainer.produce(1), 1)
             assert shard is not None
             trainer.consume(shard)
         except NonFinite as error:

@@ -1,0 +1,52 @@
+"""Steps that were produced and not yet consumed, and how a checkpoint holds them."""
+
+from collections import deque
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from spmd_rl.data.batch import Batch
+from spmd_rl.runtime.bootstrap import Runtime
+from spmd_rl.runtime.messages import read, whole
+from spmd_rl.runtime.remote import Remote
+from spmd_rl.trainer.collect import Collected
+
+Ahead = deque[Collected | Remote | None]
+"""Oldest first; None: the data had run out by then."""
+FOLDER = "ahead"
+"""Of a checkpoint: <steps ahead>_<pool rank>.rows, the rows of one step that one rank of the rollout held."""
+
+
+def saved_ahead(ahead: Ahead, runtime: Runtime) -> dict[str, Tensor]:
+    """This rank's files, name -> bytes: its rows of each step. The pool's first rank writes even if it has none."""
+    files = {}
+    for number, found in enumerate(ahead):
+        batch = found.batch if isinstance(found, Collected) else None
+        if isinstance(batch, Batch) and (len(batch) or runtime.pool_rank == 0):
+            files[f"{FOLDER}/{number}_{runtime.pool_rank:06d}.rows"] = whole(batch)
+    return files
+
+
+def load_ahead(metrics: Sequence[Mapping[str, float] | None], folder: Path, runtime: Runtime) -> Ahead:
+    """The steps as they were, on any number of rollout ranks: rows lie where their files are read."""
+    return deque(_load(number, said, folder, runtime) for number, said in enumerate(metrics))
+
+
+def _load(number: int, said: Mapping[str, float] | None, folder: Path, runtime: Runtime) -> Collected | Remote | None:
+    if not runtime.plays("rollout", "reward"):
+        return Remote(("rollout",))
+    if said is None:
+        return None
+    if not runtime.plays("rollout"):
+        return Collected(Remote(("rollout",)), dict(said))
+    files = sorted((folder / FOLDER).glob(f"{number}_*.rows"))
+    mine = files[runtime.pool_rank :: runtime.pool.size]
+    parts = [_read(file) for file in mine] or [_read(files[0]).select([])]  # the columns at least
+    return Collected(Batch.concat(parts), dict(said))
+
+
+def _read(file: Path) -> Batch:
+    return read(torch.from_numpy(np.fromfile(file, dtype=np.uint8)))
