@@ -37,8 +37,9 @@ def saved_run(folder: Path, model: ModelConfig, steps: tuple[int, ...] = (2, 10)
                 if ".lora_B." in name:
                     p.fill_(0.01)
         checkpoint = folder / "checkpoints" / f"step_{step:06d}"
-        dcp.save({"actor": {"model": policy.state_dict()}}, checkpoint_id=str(checkpoint / "shards"), no_dist=True)
-        (checkpoint / "trainer.json").write_text(json.dumps({"step": step}))
+        shards = str(checkpoint / "shards" / "train")
+        dcp.save({"actor": {"model": policy.state_dict()}}, checkpoint_id=shards, no_dist=True)
+        (checkpoint / "trainer.json").write_text(json.dumps({"step": step, "shards": {"actor": "train"}}))
     return policy
 
 

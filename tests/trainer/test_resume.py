@@ -74,7 +74,9 @@ def test_kill_9_of_a_rank_in_a_save(worlds: Worlds, whole: Path, tmp_path: Path,
     with pytest.raises(RankError, match="of 2 ended"):
         worlds[2].run(run, [f"trainer.output_dir={tmp_path}"], PLACES[place])
     assert steps_of(tmp_path) == ["step_000002"]
-    assert (tmp_path / "checkpoints" / "step_000004.partial" / "shards" / ".metadata").exists() == (place == "commit")
+    assert (tmp_path / "checkpoints" / "step_000004.partial" / "shards" / "global" / ".metadata").exists() == (
+        place == "commit"
+    )
     assert lines(tmp_path) == lines(whole)[:5]
     check_resumed(worlds, tmp_path, whole)
 
