@@ -1,8 +1,10 @@
 """The actor's start as far as it is known without weights, and models on their engines."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
@@ -28,7 +30,9 @@ from spmd_rl.models.value import HEAD, IGNORED, ValueModel, has_head
 from spmd_rl.roles.residency import Residency
 from spmd_rl.rollout.base import RolloutEngine
 from spmd_rl.rollout.transformers import ATTENTION, TransformersRollout
-from spmd_rl.runtime.bootstrap import Runtime
+from spmd_rl.runtime.bootstrap import Runtime, on_stop
+from spmd_rl.runtime.environment import as_pool
+from spmd_rl.weights.held import TensorSpec, specs_of
 
 T = TypeVar("T")
 
@@ -171,8 +175,39 @@ def rollout_dtype(config: Config, runtime: Runtime) -> torch.dtype:
 def make_rollout_engine(config: Config, model: Model, runtime: Runtime) -> RolloutEngine:
     """An engine without weights: the first sync brings them."""
     lm = build_meta(model.hf_config, rollout_dtype(config, runtime), ATTENTION, config.model.trust_remote_code)
+    if config.rollout.name == "vllm":
+        return _vllm(config, model, runtime, specs_of(lm))
     allocate(lm, runtime.device)
     return TransformersRollout(lm, model.eos_token_ids, config.rollout.max_batch_rows)
+
+
+def _vllm(config: Config, model: Model, runtime: Runtime, specs: list[TensorSpec]) -> RolloutEngine:
+    from spmd_rl.rollout.vllm import VllmRollout
+    from spmd_rl.rollout.vllm_versions import Settings
+
+    rollout, data = config.rollout, config.data
+    with TemporaryDirectory(prefix="spmd-rl-") as made:
+        if model.folder is None:
+            model.hf_config.save_pretrained(made)
+        settings = Settings(
+            folder=model.folder or Path(made),
+            dtype=rollout_dtype(config, runtime),
+            infer_tp=rollout.infer_tp,
+            infer_pp=rollout.infer_pp,
+            max_model_len=data.max_prompt_length + data.max_response_length,
+            gpu_memory_utilization=rollout.gpu_memory_utilization,
+            enforce_eager=rollout.enforce_eager,
+            enable_prefix_caching=rollout.enable_prefix_caching,
+            sleep=rollout.sleep_level > 0,
+            seed=config.trainer.seed,
+            device=runtime.device,
+            trust_remote_code=config.model.trust_remote_code,
+            more=rollout.engine_kwargs,
+        )
+        with as_pool(runtime.pool_rank, runtime.pool.size, runtime.device.index or 0):
+            engine = VllmRollout(settings, specs, model.eos_token_ids, rollout.sleep_level)
+    on_stop(engine.close)
+    return engine
 
 
 def let_move(residency: Residency, role: str, engine: Engine, config: EngineConfig) -> None:

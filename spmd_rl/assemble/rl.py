@@ -141,7 +141,7 @@ def _rollout(
     if runtime.plays("rollout"):
         sampler = make_rollout_engine(config, inputs.model, runtime)
         source = actor.engine if isinstance(actor, ModelRole) else None
-        rollout = Rollout(config, layout, runtime.pool_rank, sampler, source)
+        rollout = Rollout(config, runtime, sampler, source)
     sync = None
     if layout.pool != runtime.layout("actor").pool and runtime.plays("actor", "rollout"):
         engine = actor.engine if isinstance(actor, ModelRole) else None

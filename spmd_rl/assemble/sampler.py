@@ -40,5 +40,4 @@ def open_rollout(config: Config, model: Model, runtime: Runtime, checkpoint: Pat
         checkpointer = Checkpointer(checkpoint.parents[1], config.trainer.checkpoint, runtime)
         state = checkpointer.load(checkpoint, tensors)
         actor.load_state(tensors["actor"], state["versions"]["actor"])
-    engine = make_rollout_engine(config, model, runtime)
-    return Rollout(config, runtime.layout("rollout"), runtime.pool_rank, engine, actor)
+    return Rollout(config, runtime, make_rollout_engine(config, model, runtime), actor)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from spmd_rl.data.batch import Batch, Ragged
 from spmd_rl.observe.metrics import Partial
+from spmd_rl.weights.held import Held
 
 Outputs = Mapping[str, Tensor]
 """Token columns of one micro-batch, [R] each: log_probs, entropy and sum_pi_squared, or values."""
@@ -46,6 +47,11 @@ class Engine(Protocol):
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         """(Hugging Face name, full tensor) of every parameter, one at a time; all ranks must walk through it."""
+        ...
+
+    def held(self) -> list[Held] | None:
+        """What this rank holds of the checkpoint's tensors, where they lie on its device; None where a tensor is
+        computed (merged adapters) or lies elsewhere: then a weight sync walks through `weights`. Local."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -33,6 +33,7 @@ from spmd_rl.models.policy import decoder_layers
 from spmd_rl.observe.metrics import merge
 from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.topology.layout import RoleLayout
+from spmd_rl.weights.held import Held, held_by
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 
@@ -206,6 +207,9 @@ class FsdpEngine:
 
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from export_tensors(self.model, full)
+
+    def held(self) -> list[Held] | None:
+        return held_by(self.model) if self._home() == self.device else None
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"model": get_model_state_dict(self.model)}

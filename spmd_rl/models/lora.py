@@ -44,10 +44,10 @@ def merged(model: nn.Module, name: str, clean: str) -> Export:
     owner = name[: name.rindex(".base_layer.")]
     target = clean.replace(".base_layer.", ".")
     if not name.endswith(".weight"):
-        return Export(target, (name,), lambda sources: sources[0])
+        return Export(target, (name,))
     scale = float(model.get_submodule(owner).scaling["default"])  # type: ignore[index, union-attr]
     factors = (f"{owner}.lora_A.default.weight", f"{owner}.lora_B.default.weight")
-    return Export(target, (name, *factors), partial(_merge, scale))
+    return Export(target, (name, *factors), None, partial(_merge, scale))
 
 
 def _merge(scale: float, sources: Sequence[Tensor]) -> Tensor:

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 
 from torch import Tensor, nn
 
@@ -24,8 +23,17 @@ class Export:
     """Its name in the checkpoint."""
     sources: tuple[str, ...]
     """The parameters it is made from, by their names in `model.named_parameters()`."""
-    make: Callable[[Sequence[Tensor]], Tensor]
-    """Whole source tensors, in that order -> the tensor."""
+    region: tuple[slice | int, ...] | None = ()
+    """The part of the one source that it is, as an index; None when it is computed (adapters merged in)."""
+    compute: Callable[[Sequence[Tensor]], Tensor] | None = None
+    """Whole source tensors, in that order -> the tensor; only where `region` is None."""
+
+    def make(self, sources: Sequence[Tensor]) -> Tensor:
+        """The tensor, from the whole source tensors in order; a view where it is a region."""
+        if self.region is None:
+            assert self.compute is not None, f"{self.name} is neither a region nor computed"
+            return self.compute(sources)
+        return sources[0][self.region] if self.region else sources[0]
 
 
 def exports(model: nn.Module) -> Iterator[Export]:
@@ -41,7 +49,7 @@ def exports(model: nn.Module) -> Iterator[Export]:
         clean = clean_name(name).removeprefix(prefix)
         if ".lora_" in clean:
             continue
-        export = Export(clean, (name,), lambda sources: sources[0])
+        export = Export(clean, (name,))
         if ".base_layer." in clean:
             export = merged(model, name, clean)
         if fused := _FUSED.match(clean):
@@ -70,11 +78,7 @@ def _experts(fused: re.Match[str], source: str, experts: int, width: int) -> Ite
     """[E, 2I, H] gate_up_proj -> E gate_proj and up_proj of [I, H]; [E, H, I] down_proj -> E down_proj of [H, I]."""
     for e in range(experts):
         for part, rows in expert_parts(fused[2], width):
-            yield Export(f"{fused[1]}.{e}.{part}.weight", (source,), partial(_rows_of_expert, e, rows))
-
-
-def _rows_of_expert(expert: int, rows: slice, sources: Sequence[Tensor]) -> Tensor:
-    return sources[0][expert, rows]
+            yield Export(f"{fused[1]}.{e}.{part}.weight", (source,), (e, rows))
 
 
 def expert_parts(fused: str, width: int) -> list[tuple[str, slice]]:

@@ -10,7 +10,10 @@ from spmd_rl.data.batch import Batch
 from spmd_rl.engines.base import Engine
 from spmd_rl.rollout.base import Request, RolloutEngine, to_batch
 from spmd_rl.rollout.sampling import SamplingParams
-from spmd_rl.topology.layout import RoleLayout, split_rows
+from spmd_rl.runtime.bootstrap import Runtime
+from spmd_rl.topology.layout import split_rows
+from spmd_rl.weights.held import Held
+from spmd_rl.weights.sync import TableSync
 
 
 class HasPrompt(Protocol):
@@ -26,12 +29,12 @@ class HasPrompt(Protocol):
 class Rollout:
     """Samples replies; takes the actor's weights whenever they have changed since the last time."""
 
-    def __init__(
-        self, config: Config, layout: RoleLayout, pool_rank: int, engine: RolloutEngine, actor: Engine | None
-    ) -> None:
+    def __init__(self, config: Config, runtime: Runtime, engine: RolloutEngine, actor: Engine | None) -> None:
         """`actor`: whose weights are taken; None where they come from another pool (`WeightSync`)."""
-        self.config, self.layout, self.pool_rank = config, layout, pool_rank
+        self.config, self.runtime, self.layout = config, runtime, runtime.layout("rollout")
+        self.pool_rank = runtime.pool_rank
         self.engine, self.actor = engine, actor
+        self._path: TableSync | None = None
         self.synced_at = -1
         """The actor's version (optimizer steps) that the engine holds; -1 before the first sync."""
 
@@ -45,21 +48,37 @@ class Rollout:
         """Weight sync, if the actor has moved on; whether there was one."""
         if self.actor is None or self.synced_at == self.actor.version:
             return False
-        self.engine.load_weights(self.actor.weights())
+        held = self.actor.held()
+        if held is None or self.engine.held is None:
+            self.engine.load_weights(self.actor.weights())
+        else:
+            self._connect(held, self.engine.held).run(self.config.rollout.verify_sync)
+        self.engine.weights_changed()
         self.synced_at = self.actor.version
         return True
+
+    def _connect(self, sources: list[Held], targets: list[Held]) -> TableSync:
+        """The table of what goes where: made at the first sync, bound anew when tensors lie elsewhere than before."""
+        if self._path is None:
+            r = self.runtime
+            self._path = TableSync(self.engine.specs, sources, targets, r.everyone, r.control, r.device)
+        elif self._path.moved(sources, targets):
+            self._path.bind(sources, targets)
+        return self._path
 
     def generate(self, prompts: Sequence[HasPrompt], params: SamplingParams, n: int, step: int, seed: int) -> Batch:
         """n replies for this replica's share of `prompts`; rows of one prompt are together, in `row_id` order.
 
         On ranks of a replica that do not collect, the batch has the same columns and no rows.
         """
-        self.engine.wake()
+        self.engine.wake("weights")
         self.sync()
+        self.engine.wake("kv_cache")
         share = self.share(len(prompts))
         requests = [Request(p.uid, p.prompt_ids, n) for p in prompts[share]]
         batch = to_batch(requests, self.engine.generate(requests, params, seed=seed, step=step))
-        self.engine.sleep()
+        if not self.engine.sleep():
+            self.synced_at = -1
         batch["row_id"] = torch.arange(share.start * n, share.start * n + len(batch))
         return batch if self.layout.collects(self.pool_rank) else batch.select([])
 

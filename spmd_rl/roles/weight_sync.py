@@ -59,8 +59,9 @@ class WeightSync:
         if not self.specs:
             said = self.edge.bridge.say(None, self.edge.plan.pools[0].ranks[0])
             self.specs = [(name, dtype, tuple(shape)) for name, dtype, shape in said]
-        rollout.engine.wake()
+        rollout.engine.wake("weights")
         rollout.engine.load_weights(self._arriving())
+        rollout.engine.weights_changed()
         rollout.synced_at = version
 
     def _arriving(self) -> Iterator[tuple[str, Tensor]]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from spmd_rl.data.batch import Batch, Ragged
 from spmd_rl.rollout.sampling import SamplingParams
+from spmd_rl.weights.held import Held, TensorSpec
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,26 @@ class RolloutEngine(Protocol):
         """n replies for each request, in order."""
         ...
 
+    specs: list[TensorSpec]
+    """The tensors of the checkpoint that it is made from."""
+    held: list[Held] | None
+    """Where this rank's part of each checkpoint tensor lies, to be written in place; None where only `load_weights`
+    can put them in."""
+
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Take (Hugging Face name, full tensor) pairs into the engine's own parameters."""
         ...
 
-    def sleep(self) -> None:
-        """Give the GPU back: drop the KV cache (and the weights, where the engine can)."""
+    def weights_changed(self) -> None:
+        """After every weight sync: forget what was computed with the old ones."""
         ...
 
-    def wake(self) -> None:
-        """Be ready for weights and generation."""
+    def sleep(self) -> bool:
+        """Give the GPU back: the KV cache, and the weights where the engine can. Whether the weights are kept."""
+        ...
+
+    def wake(self, what: str) -> None:
+        """Be ready for new `weights`, or (after them) to generate: `kv_cache`."""
         ...
 
 

