@@ -107,7 +107,7 @@ def sample(
         from spmd_rl.rollout.sample_kernels import draw
 
         return draw(logits_BV, params.temperature, keys_B, positions_B)
-    rows_at_once = rows_at_once or (256 if logits_BV.is_cuda else 4)
+    rows_at_once = rows_at_once or (256 if logits_BV.is_cuda else max(4, 200_000 // logits_BV.shape[1]))
     tokens, logprobs = [], []
     for at in range(0, len(logits_BV), rows_at_once):
         part = slice(at, at + rows_at_once)

@@ -5,7 +5,8 @@ one rank alone could know (a clock that ran out) it must tell the others before 
 """
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from spmd_rl.rollout.keyed import KeyedDraws
 from spmd_rl.rollout.sampling import SamplingParams, row_keys
 from spmd_rl.rollout.vllm_versions import Settings, Vllm
 from spmd_rl.weights.held import Held, TensorSpec
-from spmd_rl.weights.trace import Untraceable, prove, trace
+from spmd_rl.weights.trace import Load, Untraceable, prove, trace
 
 logger = logging.getLogger("spmd_rl.rollout")
 
@@ -38,15 +39,16 @@ class VllmRollout:
         reason = self.vllm.writable()
         if reason is None:
             try:
-                held = trace(model.load_weights, specs, dict(model.named_parameters()))  # type: ignore[operator]
-                prove(model.load_weights, specs, held)  # type: ignore[operator]
+                load = cast(Load, model.load_weights)
+                held = trace(load, specs, dict(model.named_parameters()))
+                prove(load, specs, held)
                 return held
             except Untraceable as error:
                 reason = str(error)
         logger.warning("weight sync goes through vLLM's reload_weights, which is slower: %s", reason)
         return None
 
-    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         self.vllm.reload(weights)
 
     def weights_changed(self) -> None:

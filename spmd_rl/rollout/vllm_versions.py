@@ -6,7 +6,7 @@ one replica ("external launcher"): all of them make the same calls in the same o
 
 import os
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -189,10 +189,10 @@ class Vllm:
         """Forget all keys and values: they belong to other weights."""
         self.llm.reset_prefix_cache()
 
-    def reload(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+    def reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load whole tensors through vLLM's own loaders, whatever they do with them."""
         with own_random_state():
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": weights})
+            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
 
     def sleep(self, level: int) -> None:
         self.llm.sleep(level)
@@ -218,10 +218,13 @@ class Vllm:
 
 
 def _keep_plain_weights(packed: bool) -> None:
-    """On a CPU: whether linear layers keep their weight as a tensor. What packs them asks for this attribute."""
+    """On a CPU: have linear layers keep their weight as a tensor, by taking away what would pack it."""
     import vllm._custom_ops as ops
+    import vllm.model_executor.layers.utils as layers
 
-    ops._supports_onednn = packed and hasattr(torch.ops._C, "create_onednn_mm_handler")
+    if not packed:
+        ops._supports_onednn = False
+        layers.check_cpu_sgl_kernel = lambda *_: False
 
 
 def _take_over_sampling(runner: Any) -> "KeyedSampler":

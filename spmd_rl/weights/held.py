@@ -64,7 +64,7 @@ def held_by(model: nn.Module) -> list[Held] | None:
     computed (merged adapters) rather than lying somewhere. No communication.
     """
     parameters = dict(model.named_parameters())
-    found = []
+    found: list[Held] = []
     for export in exports(model):
         if export.region is None:
             return None
