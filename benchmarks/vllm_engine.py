@@ -196,7 +196,7 @@ def main(out: Path, whats: list[str], overrides: list[str]) -> None:
     model = load_model_facts(config)
     actor = make_engine("actor", config, model, config.actor.engine, runtime, folder=model.folder)
     at = time.perf_counter()
-    rollout = Rollout(config, runtime, make_rollout_engine(config, model, runtime, actor.specs()), actor)
+    rollout = Rollout(config, runtime, make_rollout_engine(config, model, runtime), actor)
     facts: dict[str, Any] = {
         "overrides": overrides,
         "ranks": env.world_size,

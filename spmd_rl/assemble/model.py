@@ -1,6 +1,5 @@
 """The actor's start as far as it is known without weights, and models on their engines."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -186,6 +185,8 @@ def _vllm(config: Config, model: Model, runtime: Runtime, specs: list[TensorSpec
     from spmd_rl.rollout.vllm_versions import Settings
 
     rollout, data = config.rollout, config.data
+    shared = any(role != "rollout" and runtime.plays(role) for role in runtime.plan.roles)
+    sleep_level = rollout.sleep_level if shared else 0
     with TemporaryDirectory(prefix="spmd-rl-") as made:
         if model.folder is None:
             model.hf_config.save_pretrained(made)
@@ -198,14 +199,14 @@ def _vllm(config: Config, model: Model, runtime: Runtime, specs: list[TensorSpec
             gpu_memory_utilization=rollout.gpu_memory_utilization,
             enforce_eager=rollout.enforce_eager,
             enable_prefix_caching=rollout.enable_prefix_caching,
-            sleep=rollout.sleep_level > 0,
+            sleep=sleep_level > 0,
             seed=config.trainer.seed,
             device=runtime.device,
             trust_remote_code=config.model.trust_remote_code,
             more=rollout.engine_kwargs,
         )
         with as_pool(runtime.pool_rank, runtime.pool.size, runtime.device.index or 0):
-            engine = VllmRollout(settings, specs, model.eos_token_ids, rollout.sleep_level)
+            engine = VllmRollout(settings, specs, model.eos_token_ids, sleep_level)
     on_stop(engine.close)
     return engine
 

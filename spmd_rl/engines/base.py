@@ -51,7 +51,8 @@ class Engine(Protocol):
 
     def held(self) -> list[Held] | None:
         """What this rank holds of the checkpoint's tensors, where they lie on its device; None where a tensor is
-        computed (merged adapters) or lies elsewhere: then a weight sync walks through `weights`. Local."""
+        computed (merged adapters) or lies elsewhere: then a weight sync walks through `weights`. The same list as long
+        as nothing has moved. Local."""
         ...
 
     def state(self) -> dict[str, Any]:

@@ -74,6 +74,8 @@ class FsdpEngine:
         self.sp_group = runtime.groups.along(layout.batch, "sp")
         self.sp_rank = layout.batch.coords(runtime.pool_rank)["sp"]
         self.sp_size = layout.batch.axis_size("sp")
+        self._lie: list[int] = []
+        self._held: list[Held] | None = None
         self.model = self._shard(model, runtime)
         self._fill(folder, seed, fresh, ignore)
         self.optim = optim
@@ -209,7 +211,12 @@ class FsdpEngine:
         yield from export_tensors(self.model, full)
 
     def held(self) -> list[Held] | None:
-        return held_by(self.model) if self._home() == self.device else None
+        if self._home() != self.device:
+            return None
+        lie = [_address(p) for p in self.model.parameters()]
+        if lie != self._lie:
+            self._lie, self._held = lie, held_by(self.model)
+        return self._held
 
     def state(self) -> dict[str, Any]:
         state: dict[str, Any] = {"model": get_model_state_dict(self.model)}
@@ -248,6 +255,11 @@ class FsdpEngine:
 def full(parameter: Tensor) -> Tensor:
     """The whole tensor; a collective over the mesh when it is sharded."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+
+def _address(parameter: Tensor) -> int:
+    local = parameter._local_tensor if isinstance(parameter, DTensor) else parameter
+    return local.data_ptr()
 
 
 def _nbytes(x: Tensor) -> int:

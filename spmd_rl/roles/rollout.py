@@ -62,7 +62,7 @@ class Rollout:
         if self._path is None:
             r = self.runtime
             self._path = TableSync(self.engine.specs, sources, targets, r.everyone, r.control, r.device)
-        elif self._path.moved(sources, targets):
+        elif not self._path.bound_to(sources, targets):
             self._path.bind(sources, targets)
         return self._path
 

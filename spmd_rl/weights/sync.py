@@ -75,7 +75,7 @@ class TableSync:
 
     def bind(self, sources: Sequence[Held], targets: Sequence[Held]) -> None:
         """Take the views as they lie now: at first, and after parameters were moved. No communication."""
-        self._addresses = _addresses(sources, targets)
+        self._bound = (sources, targets)
         local = [(p, at, targets[p.at].part(p.box), sources[at].part(p.box)) for p, at in self.table.local]
         self.local = Copies([(target, source) for _, _, target, source in local])
         sizes = [(self._out_bytes(i), self._in_bytes(i)) for i in range(len(self.table.buckets))]
@@ -91,9 +91,9 @@ class TableSync:
         self.names += [p.box for b in self.table.buckets for pieces in b.recv for p in pieces]
         self._order_sums()
 
-    def moved(self, sources: Sequence[Held], targets: Sequence[Held]) -> bool:
-        """Whether a view lies elsewhere than at the last `bind`."""
-        return self._addresses != _addresses(sources, targets)
+    def bound_to(self, sources: Sequence[Held], targets: Sequence[Held]) -> bool:
+        """Whether these very lists were given to the last `bind`."""
+        return self._bound[0] is sources and self._bound[1] is targets
 
     @property
     def bytes_sent(self) -> int:
@@ -243,7 +243,3 @@ def _bytes(pieces: Sequence[Piece]) -> int:
 def _same(a: Tensor, b: Tensor) -> bool:
     """Equal bit by bit (nan and -0 included)."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
-
-
-def _addresses(*held: Sequence[Held]) -> list[int]:
-    return [h.view.data_ptr() for many in held for h in many]

@@ -78,9 +78,9 @@ def sync_after_a_move() -> tuple[bool, bool, bool]:
     group = dist.group.WORLD
     sources, targets = (hold(layout, rank, ranks, torch.float32, False) for layout in ("fsdp", "tp2"))
     path = TableSync(SPECS, sources, targets, group, group, torch.device("cpu"))
-    stayed = path.moved(sources, targets)
+    stayed = path.bound_to(sources, targets)
     elsewhere = hold("fsdp", rank, ranks, torch.float32, False)
-    moved = path.moved(elsewhere, targets)
+    moved = not path.bound_to(elsewhere, targets)
     path.bind(elsewhere, targets)
     fill(elsewhere, 5)
     path.run()
@@ -89,7 +89,7 @@ def sync_after_a_move() -> tuple[bool, bool, bool]:
 
 
 def test_after_tensors_were_moved_the_table_is_bound_to_where_they_are(worlds: Worlds) -> None:
-    assert worlds[2].run(sync_after_a_move) == [(False, True, True)] * 2
+    assert worlds[2].run(sync_after_a_move) == [(True, True, True)] * 2
 
 
 def plant(fault: str, verify: str) -> str:
