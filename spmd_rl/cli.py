@@ -36,7 +36,7 @@ COMMANDS: dict[str, Command] = {
     "generate": Command("spmd_rl.generate", "only sample replies to prompts", ("--data", "--output")),
     "plan": Command("spmd_rl.topology.command", "show who does what, with which memory, before a GPU is taken"),
     "launch": Command("spmd_rl._launch.command", "start or submit a job: torchrun, Slurm, torchx"),
-    "status": Command("spmd_rl._launch.status", "how submitted jobs are doing"),
+    "status": Command("spmd_rl.observe.status", "what every rank of a run does now, or what ended it"),
     "doctor": Command("spmd_rl.doctor", "what this machine has and what is missing"),
     "export": Command("spmd_rl.export", "write a checkpoint as a Hugging Face folder"),
     "from-verl": Command("spmd_rl.config.from_verl", "translate a verl command line or script"),

@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.config.load import parse_arguments
+from spmd_rl.observe.live import HERE
+from spmd_rl.runtime.joining import joined
 from spmd_rl.runtime.environment import LaunchEnvironment, read_environment
 from spmd_rl.topology.cluster import Cluster
 from spmd_rl.topology.plan import Plan
@@ -19,13 +21,16 @@ def on_every_rank(command: str, argv: list[str], act: Callable[[Config, LaunchEn
     """Compose the config and act on it. Exit status 2 for a user's mistake: every rank finds it, rank 0 prints it; 1
     when a checkpoint cannot be written."""
     env = read_environment()
+    HERE.begin("config")
     try:
         arguments = parse_arguments(argv)
         if text := arguments.text(command):
             print(text if env.is_first else "", end="")
             return 0
         arguments.reject_others()
-        act(arguments.config(), env)
+        config = arguments.config()
+        with joined(config, env, trains=command == "train") as env:
+            act(config, env)
     except (ConfigError, CheckpointError) as error:
         report(str(error), env)
         return 2 if isinstance(error, ConfigError) else 1
@@ -42,5 +47,5 @@ def report(message: str, env: LaunchEnvironment) -> None:
 
 def plan_of(config: Config, env: LaunchEnvironment) -> Plan:
     """The plan on the hosts as the launcher started them."""
-    nodes = env.world_size // env.local_world_size
-    return Plan.from_config(config, Cluster.from_counts([env.local_world_size] * nodes))
+    counts = [node.ranks for node in env.nodes] or [env.local_world_size] * (env.world_size // env.local_world_size)
+    return Plan.from_config(config, Cluster.from_counts(counts, [node.address for node in env.nodes]))

@@ -6,6 +6,7 @@ from pathlib import Path
 from spmd_rl.assemble import MODES, RunInputs
 from spmd_rl.config import Config
 from spmd_rl.config.load import save_config
+from spmd_rl.observe.live import HERE
 from spmd_rl.observe.tracking import check_trackers, open_trackers
 from spmd_rl.ranked import on_every_rank, plan_of
 from spmd_rl.runtime.bootstrap import Runtime, start, stop
@@ -49,10 +50,13 @@ def train(config: Config, env: LaunchEnvironment) -> None:
 def run(config: Config, inputs: RunInputs, runtime: Runtime, resume_from: Path | None) -> None:
     """Models and loop on a started runtime."""
     trackers = open_trackers(config, runtime.is_first, saved_step(resume_from), header(config, inputs, runtime))
+    if runtime.is_first:
+        HERE.listeners.append(trackers.live)
     checkpointer = Checkpointer(Path(config.trainer.output_dir), config.trainer.checkpoint, runtime)
     try:
         inputs.loop(config, runtime, trackers, checkpointer).run(resume_from)
     finally:
+        HERE.listeners.clear()
         trackers.close()
 
 

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from spmd_rl.config import Config
 from spmd_rl.observe.jsonl import read_metrics
+from spmd_rl.observe.live import Report
 from spmd_rl.observe.tracking import Metrics, Sample
 
 COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -32,6 +33,9 @@ CHAT_MARKER = re.compile(r"<\|im_start\|>\w*|<\|start_header_id\|>\w*|<\|[^|<>]*
 WARN_ABOVE_ZERO = ("reward/errors", "reward/timeouts", "actor/skipped_updates", "sft/skipped_updates")
 """Counters that are shown only when something happened."""
 
+SLOW_PHASE_S = 60.0
+"""A phase of so many seconds is worth a line where there is no progress bar; then one at twice as many, and so on."""
+
 
 class ConsoleTracker:
     """Lines on the terminal, or plain lines (one a step, no escape codes) into a file or a pipe."""
@@ -42,6 +46,7 @@ class ConsoleTracker:
         self._first_validation: dict[str, float] = {}
         self._steps = self._start_step = self._show_samples = 0
         self._started = time.monotonic()
+        self._next_word = SLOW_PHASE_S
 
     def start(self, config: Config, start_step: int, facts: Mapping[str, str]) -> None:
         """Print the header; `facts["steps"]` is the number of steps, for the progress and the time left."""
@@ -74,6 +79,24 @@ class ConsoleTracker:
         for row in rows[: self._show_samples]:
             shown = f"    {_one_line(row.get('prompt', ''), -60)} → {_one_line(row.get('response', ''), 90)}"
             self._print(Text(f"{shown}  [{_number(row.get('score'))}]", style="dim"))
+
+    def say(self, text: str) -> None:
+        """A line that is no metric."""
+        self._print(Text(text, style="dim"))
+
+    def live(self, reports: Sequence[Report]) -> None:
+        """What the ranks do now: beside the progress bar; without one, a line when a phase goes on for minutes."""
+        working = [report for report in reports if not report.ended]
+        if not working:
+            return
+        last = min(working, key=lambda report: (report.step, -report.seconds))
+        if self._progress:
+            self._progress.update(self._progress.task_ids[0], now=now_words(reports))
+        elif last.seconds >= self._next_word:
+            self._print(Text(f"still {now_words(reports)}", style="dim"))
+            self._next_word *= 2
+        elif last.seconds < SLOW_PHASE_S:
+            self._next_word = SLOW_PHASE_S
 
     def close(self) -> None:
         """Stop the progress bar."""
@@ -113,10 +136,37 @@ class ConsoleTracker:
         return _clock((time.monotonic() - self._started) / done * max(self._steps - step, 0))
 
 
+def now_words(reports: Sequence[Report]) -> str:
+    """`generate 12 s (ranks 0-2), reward 3 s (rank 3)`: what the ranks do now, the longest first."""
+    phases: dict[str, list[Report]] = {}
+    for report in reports:
+        word = "ended" if report.ended else "no word" if report.unheard_s else report.phase
+        phases.setdefault(word, []).append(report)
+    longest = sorted(phases.items(), key=lambda item: -max(report.seconds for report in item[1]))
+    return ", ".join(
+        f"{name} {max(report.seconds for report in found):.0f} s ({_ranks([report.rank for report in found])})"
+        for name, found in longest[:3]
+    )
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """`rank 3`, `ranks 0-2`, `ranks 0, 2`, or how many."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
+        return f"ranks {ranks[0]}-{ranks[-1]}"
+    return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= 4 else f"{len(ranks)} ranks"
+
+
 def _progress(console: Console, start_step: int, steps: int) -> Progress:
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left {task.fields[left]}"))
+    columns = (
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TextColumn("left {task.fields[left]}  {task.fields[now]}"),
+    )
     progress = Progress(*columns, console=console, transient=True)
-    progress.add_task("steps", total=steps, completed=start_step, left="?")
+    progress.add_task("steps", total=steps, completed=start_step, left="?", now="")
     progress.start()
     return progress
 

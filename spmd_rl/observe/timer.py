@@ -1,8 +1,10 @@
-"""Wall-clock time of the step's phases."""
+"""Wall-clock time of the step's phases, which are what the rank says that it does."""
 
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+
+from spmd_rl.observe.live import HERE
 
 
 class Timer:
@@ -24,9 +26,10 @@ class Timer:
         """Time the block, also when it raises; with or without what was only waiting."""
         start, waited = time.perf_counter(), self._waited()
         try:
-            yield
-            if self._synchronize is not None:
-                self._synchronize()
+            with HERE.phase(name):
+                yield
+                if self._synchronize is not None:
+                    self._synchronize()
         finally:
             spent = time.perf_counter() - start - (0.0 if waits else self._waited() - waited)
             self.seconds[name] = self.seconds.get(name, 0.0) + spent

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from spmd_rl.config import Config, ConfigError
+from spmd_rl.observe.live import Report
 
 Metrics = Mapping[str, float]
 Sample = Mapping[str, Any]
@@ -62,6 +63,18 @@ class Trackers:
         for tracker in self._trackers:
             if kept:
                 tracker.samples(kept, step, kind)
+
+    def say(self, text: str) -> None:
+        """A line for whoever watches: to those trackers that show lines."""
+        for tracker in self._trackers:
+            if hasattr(tracker, "say"):
+                tracker.say(text)
+
+    def live(self, reports: Sequence[Report]) -> None:
+        """What every rank does now, every few seconds from a thread of its own: to those trackers that show it."""
+        for tracker in self._trackers:
+            if hasattr(tracker, "live"):
+                tracker.live(reports)
 
     def close(self) -> None:
         """Close all."""

@@ -14,12 +14,16 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup, Store
 
 from spmd_rl.config import Config, ConfigError
+from spmd_rl.observe.live import HERE
 from spmd_rl.runtime.bridge import Bridge, Edge, Waits
 from spmd_rl.runtime.environment import LaunchEnvironment, read_environment
 from spmd_rl.runtime.process_groups import ProcessGroups, job_store, join, start_pool
 from spmd_rl.topology.cluster import Pool
 from spmd_rl.topology.layout import RoleLayout
 from spmd_rl.topology.plan import Plan
+
+WATCH_S = 60.0
+"""Collectives give up so much later than trainer.timeout_s, when the watch has named the rank that they wait for."""
 
 
 @dataclass
@@ -104,10 +108,8 @@ def check_binding(store: Store, env: LaunchEnvironment, device_id: str, ranks_pe
     `device_id` is this rank's GPU, the same text in every process that uses it. Comes before NCCL, which would hang or
     fail in its own words.
     """
-    first = env.rank - env.local_rank
     store.set(f"device of {env.rank}", device_id)
-    node = range(first, first + env.local_world_size)
-    found = {rank: store.get(f"device of {rank}").decode() for rank in node}
+    found = {rank: store.get(f"device of {rank}").decode() for rank in env.on_host}
     for shared, count in Counter(found.values()).items():
         if count > ranks_per_gpu:
             ranks = ", ".join(str(rank) for rank, device in found.items() if device == shared)
@@ -127,10 +129,12 @@ def start(config: Config, plan: Plan, env: LaunchEnvironment | None = None) -> R
         torch.cuda.set_device(device)
     pool = plan.pool_of(env.rank)
     pool_rank = pool.pool_rank(env.rank)
-    store = job_store(config.trainer.timeout_s)
+    HERE.pool = pool.name
+    HERE.begin("groups")
+    store = env.store if env.store is not None else job_store(config.trainer.timeout_s)
     if device.type == "cuda":
         check_binding(store, env, str(torch.cuda.get_device_properties(device).uuid), shared)
-    start_pool(store, pool.name, pool_rank, pool.size, device, config.trainer.timeout_s)
+    start_pool(store, pool.name, pool_rank, pool.size, device, config.trainer.timeout_s + WATCH_S)
     job, bridges = meetings(config, plan, env.rank, device, store)
     groups = ProcessGroups(pool_rank, pool.size, device.type)
     for planned in plan.process_groups.values():
@@ -139,14 +143,16 @@ def start(config: Config, plan: Plan, env: LaunchEnvironment | None = None) -> R
     seed_everything(config.trainer.seed)
     if config.trainer.deterministic:
         torch.use_deterministic_algorithms(True, warn_only=True)
-    return Runtime(env, plan, pool, pool_rank, device, groups, groups.control(), job, bridges, store)
+    control = groups.control()
+    HERE.begin("models")
+    return Runtime(env, plan, pool, pool_rank, device, groups, control, job, bridges, store)
 
 
 def meetings(
     config: Config, plan: Plan, rank: int, device: torch.device, store: Store
 ) -> tuple[Bridge, dict[frozenset[str], Bridge]]:
     """The job's control group, and every bridge of which this rank is a member, by the names of its pools."""
-    waits, timeout_s, pool = Waits(), config.trainer.timeout_s, plan.pool_of(rank)
+    waits, timeout_s, pool = Waits(), config.trainer.timeout_s + WATCH_S, plan.pool_of(rank)
     assert dist.group.WORLD is not None
     job, bridges = None, {frozenset((pool.name,)): Bridge(dist.group.WORLD, pool.ranks, waits)}
     for planned in plan.process_groups.values():

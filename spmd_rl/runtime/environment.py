@@ -4,9 +4,11 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from spmd_rl.config import ConfigError
+from spmd_rl.topology.cluster import Node
 
 
 @dataclass(frozen=True)
@@ -19,10 +21,42 @@ class LaunchEnvironment:
     local_world_size: int
     launched: bool
     """False when no launcher started this process: a job of one rank."""
+    node: str = ""
+    """Which of its nodes the launcher says this is."""
+    restart: int = 0
+    """How often the launcher has started the job's ranks before."""
+    launcher_holds_store: bool = False
+    """The meeting point is the launcher's (torchrun's agent), else it is in the process of its rank 0."""
+    nodes: tuple[Node, ...] = field(default=(), compare=False)
+    """The job's hosts in rank order; known once the ranks have met."""
+    store: Any = field(default=None, compare=False, repr=False)
+    """Where the job's ranks have met (a torch Store); None before that."""
+    attempt: str = field(default="", compare=False)
+    """Name of this start of the job, on all ranks; known once they have met."""
+    store_rank: int | None = field(default=None, compare=False)
+    """The rank whose process holds the store; None when the launcher does."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def on_host(self) -> range:
+        """The ranks of this rank's node."""
+        first = 0
+        for node in self.nodes:
+            if self.rank < first + node.ranks:
+                return range(first, first + node.ranks)
+            first += node.ranks
+        first = self.rank - self.local_rank
+        return range(first, first + self.local_world_size)
+
+    def renumbered(self, rank: int, nodes: tuple[Node, ...], **met: Any) -> "LaunchEnvironment":
+        """The same process with the job's own numbers, which whoever reads the environment sees from now on, too."""
+        env = replace(self, rank=rank, nodes=nodes, **met)
+        env = replace(env, local_world_size=len(env.on_host))
+        os.environ.update(RANK=str(rank), LOCAL_WORLD_SIZE=str(env.local_world_size))
+        return env
 
 
 def read_environment() -> LaunchEnvironment:
@@ -35,7 +69,10 @@ def read_environment() -> LaunchEnvironment:
         rank, world = int(env["RANK"]), int(env["WORLD_SIZE"])
         local = int(env.get("LOCAL_RANK", rank))
         local_world = int(env.get("LOCAL_WORLD_SIZE", world))
-        return LaunchEnvironment(rank, local, world, local_world, launched=True)
+        node = env.get("GROUP_RANK", env.get("SLURM_NODEID", str(rank - local)))
+        restart = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
+        agents = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return LaunchEnvironment(rank, local, world, local_world, True, node, restart, agents)
     if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
         return _from_slurm()
     env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))
@@ -51,7 +88,13 @@ def _from_slurm() -> LaunchEnvironment:
             "export them in the job script, or start through `spmd-rl launch --on slurm`"
         )
     env.update(RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=str(world))
-    return LaunchEnvironment(rank, local, world, int(env.get("SLURM_NTASKS_PER_NODE", world)), launched=True)
+    local_world = int(env.get("SLURM_NTASKS_PER_NODE", world))
+    return LaunchEnvironment(rank, local, world, local_world, launched=True, node=env.get("SLURM_NODEID", ""))
+
+
+def meeting_point() -> tuple[str, int]:
+    """Address and port at which the job's ranks meet."""
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
 
 
 @contextmanager

@@ -13,6 +13,7 @@ from torch import Tensor
 from spmd_rl.config import Config
 from spmd_rl.data.order import PromptOrder
 from spmd_rl.engines.base import Engine
+from spmd_rl.observe.live import HERE
 from spmd_rl.observe.memory import PeakMemory
 from spmd_rl.observe.metrics import timing_metrics
 from spmd_rl.observe.timer import Timer
@@ -63,13 +64,16 @@ class Loop(ABC):
     def run(self, resume_from: Path | None) -> None:
         """From the start (or the checkpoint) to the last step, the time limit, or a signal."""
         if resume_from is not None:
+            HERE.begin("resume")
             self.load(resume_from)
         self.checkpointer.begin(self.done)
+        self.trackers.say(HERE.startup())
+        HERE.begin("between phases")
         if resume_from is None and self.config.trainer.val_before_train and self.config.trainer.test_freq >= 0:
             self.log(self.validate(0), 0)
         ended = self.done >= self.total_steps
         while not ended:
-            number = self.done + 1
+            number = HERE.step = self.done + 1
             with self.timer.phase("step"):
                 metrics = self.step(number)
             if metrics is None:

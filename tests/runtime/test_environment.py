@@ -23,7 +23,7 @@ def test_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("SLURM_PROCID", "0")  # torchrun under Slurm: torchrun's word counts
     monkeypatch.setenv("SLURM_NTASKS", "2")
-    assert read_environment() == LaunchEnvironment(5, 1, 8, 4, launched=True)
+    assert read_environment() == LaunchEnvironment(5, 1, 8, 4, launched=True, node="4")
 
 
 def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
