@@ -17,6 +17,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from spmd_rl.config import Config, ConfigError
@@ -79,8 +80,14 @@ def meet(config: Config, env: LaunchEnvironment, keeps_roster: bool) -> LaunchEn
     process groups. Raises ConfigError that names the ranks that did not come.
     """
     folder = Path(config.trainer.output_dir)
-    whole = job_store(config.trainer.timeout_s)
-    store = _this_start(whole, env)
+    try:
+        store = _this_start(job_store(config.trainer.timeout_s), env)
+    except dist.DistError as error:
+        place, why = ":".join(map(str, meeting_point())), str(error).splitlines()[0]
+        raise ConfigError(
+            f"the {env.world_size} ranks do not meet at {place}: {why}; see the ranks' logs, or run spmd-rl doctor "
+            "through the same launcher"
+        ) from error
     card = Card(host_address(meeting_point()), env.node, env.local_rank)
     reads = keeps_roster and env.local_rank == 0 and config.trainer.resume != "never"
     shown = {"card": asdict(card), "saved": read_roster(folder) if reads else None}

@@ -6,6 +6,7 @@ import random
 from pathlib import Path
 
 import pytest
+from torch.distributed import HashStore
 
 from spmd_rl.config import ConfigError
 from spmd_rl.config.load import compose
@@ -111,4 +112,9 @@ def come_late(folder: str) -> str:
 
 def test_a_rank_that_does_not_come(worlds: Worlds, tmp_path: Path) -> None:
     said, _ = worlds[2].run(come_late, str(tmp_path))
-    assert said.startswith("ranks 1 of 2 did not come within trainer.timeout_s=1 s; see their logs")
+    assert said.startswith("the 2 ranks do not meet at 127.0.0.1:")
+    assert "1/2 clients joined; see the ranks' logs, or run spmd-rl doctor" in said
+    store = HashStore()
+    store.set("card/1", "{}")
+    with pytest.raises(ConfigError, match="ranks 0, 2 of 3 did not come within trainer.timeout_s=1 s; see their logs"):
+        roster._all_cards(store, 3, 1.0)
