@@ -83,7 +83,7 @@ def meet(config: Config, env: LaunchEnvironment, keeps_roster: bool) -> LaunchEn
     try:
         store = _this_start(job_store(config.trainer.timeout_s), env)
     except dist.DistError as error:
-        place, why = ":".join(map(str, meeting_point())), str(error).splitlines()[0]
+        place, why = ":".join(map(str, meeting_point())), str(error).splitlines()[0].rstrip(".")
         raise ConfigError(
             f"the {env.world_size} ranks do not meet at {place}: {why}; see the ranks' logs, or run spmd-rl doctor "
             "through the same launcher"

@@ -116,5 +116,5 @@ def test_a_rank_that_does_not_come(worlds: Worlds, tmp_path: Path) -> None:
     assert "1/2 clients joined; see the ranks' logs, or run spmd-rl doctor" in said
     store = HashStore()
     store.set("card/1", "{}")
-    with pytest.raises(ConfigError, match="ranks 0, 2 of 3 did not come within trainer.timeout_s=1 s; see their logs"):
+    with pytest.raises(ConfigError, match="ranks 0, 2 of 3 did not come within"):
         roster._all_cards(store, 3, 1.0)
