@@ -22,7 +22,7 @@ LAYERS = [
     {"trainer"},
     {"assemble"},
     {"ranked", "api"},
-    {"train", "evaluate", "generate", "export"},
+    {"train", "evaluate", "generate", "export", "doctor"},
     {"cli"},
 ]
 """An import goes down this list, never up nor sideways. docs/architecture.md is narrower still."""
