@@ -23,7 +23,7 @@ def test_a_rank_that_is_killed_or_stopped(tmp_path: Path, rank: int, number: int
         others = [other for other in range(3) if other != rank]
         assert ends[rank] == -9
         assert [ends[other] for other in others] == [LOST_RANK] * 2
-        assert seconds < 12  # silent for 4 s here, for 15 in a run
+        assert seconds < 30
         message = job.message()
         assert message.startswith({1: TRAIN, 2: ROLLOUT}[rank])
         assert {KILL: "died: its process is gone", STOP: "is stopped"}[number] in message.splitlines()[0]
@@ -44,7 +44,7 @@ def test_the_rank_that_holds_the_store(tmp_path: Path, number: int) -> None:
         time.sleep(1.0)
         job.send(0, number)
         for process in job.ranks[1:]:
-            process.join(12)
+            process.join(30)
         assert [process.exitcode for process in job.ranks[1:]] == [LOST_RANK] * 2
         assert job.message().startswith("rank 0 (pool train, host")
         assert "in phase update_actor of step 7" in job.message()

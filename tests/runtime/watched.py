@@ -54,7 +54,7 @@ class Job:
             process.kill()
             process.join()
 
-    def wait_for(self, phase: str, timeout_s: float = 60.0) -> None:
+    def wait_for(self, phase: str, timeout_s: float = 200.0) -> None:
         """Until every rank has begun to work."""
         end = time.monotonic() + timeout_s
         while not all((self.folder / f"{rank}.{phase}").exists() for rank in range(3)):
