@@ -7,8 +7,8 @@ from collections.abc import Callable
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.config.load import parse_arguments
 from spmd_rl.observe.live import HERE
-from spmd_rl.runtime.joining import joined
 from spmd_rl.runtime.environment import LaunchEnvironment, read_environment
+from spmd_rl.runtime.joining import joined
 from spmd_rl.topology.cluster import Cluster
 from spmd_rl.topology.plan import Plan
 from spmd_rl.trainer.checkpoint import CheckpointError

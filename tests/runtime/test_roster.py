@@ -12,8 +12,8 @@ from spmd_rl.config import ConfigError
 from spmd_rl.config.load import compose
 from spmd_rl.ranked import plan_of
 from spmd_rl.runtime import roster
-from spmd_rl.runtime.joining import joined
 from spmd_rl.runtime.environment import read_environment
+from spmd_rl.runtime.joining import joined
 from spmd_rl.runtime.roster import Card, number
 from tests.world import Worlds
 

@@ -21,8 +21,8 @@ import torch.distributed as dist
 from spmd_rl.config.load import compose
 from spmd_rl.observe.live import HERE
 from spmd_rl.runtime import liveness
-from spmd_rl.runtime.joining import joined
 from spmd_rl.runtime.environment import read_environment
+from spmd_rl.runtime.joining import joined
 from spmd_rl.runtime.process_groups import start_pool
 from tests.world import PRELOAD
 
