@@ -34,7 +34,17 @@ def on_every_rank(command: str, argv: list[str], act: Callable[[Config, LaunchEn
     except (ConfigError, CheckpointError) as error:
         report(str(error), env)
         return 2 if isinstance(error, ConfigError) else 1
+    except Exception as error:
+        record(error)
+        raise
     return 0
+
+
+def record(error: Exception) -> None:
+    """Leave the traceback where the launcher looks for it, so that it shows that of the first rank that failed."""
+    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+
+    ErrorHandler().record_exception(error)
 
 
 def report(message: str, env: LaunchEnvironment) -> None:

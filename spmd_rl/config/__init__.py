@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from spmd_rl.config.cluster import ClusterConfig
 from spmd_rl.config.roles import (
     ActorConfig,
     CriticConfig,
@@ -13,7 +14,6 @@ from spmd_rl.config.roles import (
 )
 from spmd_rl.config.run import (
     AlgorithmConfig,
-    ClusterConfig,
     DataConfig,
     ModelConfig,
     ObserveConfig,

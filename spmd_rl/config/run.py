@@ -1,29 +1,7 @@
-"""What a run needs besides its roles: the cluster, the data, the algorithm, the loop and what is shown of it."""
+"""What a run needs besides its roles and its machines: the data, the algorithm, the loop and what is shown of it."""
 
 from dataclasses import dataclass, field
 from typing import Any
-
-
-@dataclass
-class ClusterConfig:
-    """The machines. Under a launcher the sizes come from it and are checked against these, when these are set."""
-
-    nodes: int | None = None
-    """Hosts; unset means what the launcher started (1 when only planning)."""
-    gpus_per_node: Any = None
-    """GPUs (or CPU slots) a host, one number or a list with one a host; unset means what the launcher started."""
-    ranks_per_gpu: int = 1
-    """Ranks that share a GPU on purpose; memory is split among them."""
-    gpu: str = "h100"
-    """A name in topology's hardware table (memory, FLOP/s, links), for the memory estimate and the cost bound."""
-    gpu_memory_gib: float | None = None
-    """Memory of a card, instead of the table's."""
-    host_memory_gib: float | None = None
-    """Memory of a host, for what is offloaded to it; unset means what the table says."""
-    node_tags: list[str] = field(default_factory=list)
-    """One tag (node class) a host, e.g. [h100, h100, l40]; empty means that all hosts are alike."""
-    bandwidth: dict[str, float] = field(default_factory=dict)
-    """Overrides of the hardware table in GB/s: intra_node, inter_node, host."""
 
 
 @dataclass

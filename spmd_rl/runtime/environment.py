@@ -1,6 +1,7 @@
 """The one module that reads the launcher's environment (torchrun's RANK, LOCAL_RANK, WORLD_SIZE, … or Slurm's)."""
 
 import os
+import re
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -88,13 +89,21 @@ def _from_slurm() -> LaunchEnvironment:
             "export them in the job script, or start through `spmd-rl launch --on slurm`"
         )
     env.update(RANK=str(rank), LOCAL_RANK=str(local), WORLD_SIZE=str(world))
-    local_world = int(env.get("SLURM_NTASKS_PER_NODE", world))
-    return LaunchEnvironment(rank, local, world, local_world, launched=True, node=env.get("SLURM_NODEID", ""))
+    return LaunchEnvironment(rank, local, world, _tasks_here(), launched=True, node=env.get("SLURM_NODEID", ""))
 
 
 def meeting_point() -> tuple[str, int]:
     """Address and port at which the job's ranks meet."""
     return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+
+
+def _tasks_here() -> int:
+    """The tasks on this node: as many as were asked for, or read off every node's, as in `4(x2),2`."""
+    env = os.environ
+    if "SLURM_NTASKS_PER_NODE" in env:  # in a heterogeneous job, that of this node's part
+        return int(env["SLURM_NTASKS_PER_NODE"])
+    lots = re.findall(r"(\d+)(?:\(x(\d+)\))?", env["SLURM_STEP_TASKS_PER_NODE"])
+    return [int(n) for n, times in lots for _ in range(int(times or 1))][int(env["SLURM_NODEID"])]
 
 
 @contextmanager

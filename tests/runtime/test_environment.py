@@ -9,11 +9,12 @@ from spmd_rl.runtime.environment import LaunchEnvironment, read_environment
 
 NAMES = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 SLURM = ("SLURM_PROCID", "SLURM_LOCALID", "SLURM_NTASKS", "SLURM_NTASKS_PER_NODE")
+SPREAD = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID")
 
 
 @pytest.fixture(autouse=True)
 def bare(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in NAMES + SLURM:
+    for name in NAMES + SLURM + SPREAD:
         monkeypatch.setenv(name, "")  # so that what the code sets is undone, too
         monkeypatch.delenv(name)
 
@@ -35,6 +36,15 @@ def test_srun(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert read_environment() == LaunchEnvironment(3, 1, 4, 2, launched=True)
     assert read_environment().rank == 3  # the variables that torch reads are filled in
+
+
+@pytest.mark.parametrize(("node", "tasks"), [(0, 4), (1, 4), (2, 2), (3, 1)])
+def test_srun_on_hosts_of_different_size(monkeypatch: pytest.MonkeyPatch, node: int, tasks: int) -> None:
+    for name, value in zip(SLURM[:3] + SPREAD, ("0", "0", "11", "4(x2),2,1", str(node)), strict=True):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_ADDR", "node1")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert read_environment().local_world_size == tasks
 
 
 def test_nobody(monkeypatch: pytest.MonkeyPatch) -> None:

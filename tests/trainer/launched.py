@@ -60,6 +60,11 @@ def run(overrides: list[str], patch: Callable[[], Any] | None = None) -> tuple[i
     return status, said.getvalue()
 
 
+def train_quietly(overrides: list[str]) -> int:
+    """`spmd-rl train` with these settings alone; its exit status."""
+    return train.main(overrides)
+
+
 def lines(folder: Path) -> list[dict[str, Any]]:
     """metrics.jsonl without what the clock decided."""
     return [deterministic(row) for row in read_metrics(folder / "metrics.jsonl")]

@@ -1,0 +1,142 @@
+"""On a real Slurm of two and of four hosts: a run survives whatever ends its job, and says first what failed first."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from spmd_rl.observe.jsonl import read_metrics
+from spmd_rl.observe.metrics import deterministic
+from tests.cluster.hosts import Hosts
+from tests.cluster.slurm import Slurm, skip_without_slurm
+from tests.trainer import launched
+from tests.world import Worlds
+
+pytestmark = pytest.mark.slurm
+HERE = Path(__file__).parent
+STEPS = 12
+RUN = [
+    "experiment=tiny",
+    f"reward.functions=['{HERE / 'slow.py'}:digits']",
+    "observe.trackers=[jsonl]",
+    "data.val.task=null",
+    "data.train_batch_size=4",
+    "actor.ppo_mini_batch_size=4",
+    "trainer.device=cpu",
+    "trainer.save_freq=0",
+    f"trainer.total_training_steps={STEPS}",
+]
+ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(HERE.parents[1])}
+
+
+@pytest.fixture(scope="module")
+def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
+    """Two hosts; a preempted job has half a minute."""
+    skip_without_slurm()
+    with Hosts(2) as hosts, Slurm(hosts, tmp_path_factory.mktemp("slurm"), grace_s=30) as slurm:
+        yield slurm
+
+
+def launch(slurm: Slurm, folder: Path, *words: str, env: dict[str, str] | None = None) -> "subprocess.Popen[str]":
+    """`spmd-rl launch --on slurm …` as a user calls it."""
+    variables = ",".join(f"{name}: '{value}'" for name, value in {**ENV, **(env or {})}.items())
+    command = [sys.executable, "-m", "spmd_rl.cli", "launch", "--on", "slurm", *RUN, f"trainer.output_dir={folder}"]
+    environment = {**slurm.environment, **ENV}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen([*command, f"cluster.env={{{variables}}}", *words], env=environment, text=True, **pipes)
+
+
+def submit(slurm: Slurm, folder: Path, *words: str, env: dict[str, str] | None = None) -> str:
+    """The job's number."""
+    said, complaint = launch(slurm, folder, *words, env=env).communicate(timeout=60)
+    assert said.startswith("job "), complaint
+    return said.split()[1].rstrip(":")
+
+
+def lines(folder: Path) -> list[dict[str, object]]:
+    file = folder / "metrics.jsonl"
+    return [deterministic(row) for row in read_metrics(file)] if file.exists() else []
+
+
+def until(condition: Callable[[], bool], timeout_s: float, log: Path) -> None:
+    end = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(log.read_text(encoding="utf-8")[-3000:] if log.exists() else "no log")
+        time.sleep(0.1)
+
+
+def rank_pids(hosts: Hosts, host: int) -> list[int]:
+    """The ranks that run on a host."""
+    words = {pid: Path(f"/proc/{pid}/cmdline") for pid in hosts.pids(host)}
+    return [pid for pid, file in words.items() if file.exists() and b"spmd_rl.train" in file.read_bytes().split(b"\0")]
+
+
+def test_requeue_time_limit_preemption_and_a_killed_rank_lose_nothing(
+    two: Slurm, worlds: Worlds, tmp_path: Path
+) -> None:
+    folder, slow = tmp_path / "run", tmp_path / "slow"
+    slow.write_text("0.5")  # a step takes two seconds and more: four replies a rank
+    asked = ["cluster.nodes=2", "cluster.gpus_per_node=2", "cluster.retries=1"]
+    limit = ["cluster.time_h=1", "cluster.warning_s=120"]
+    job = submit(two, folder, *asked, *limit, env={"SLOW_REWARD": str(slow)})
+    log = folder / "slurm" / f"{job}_0_log.out"
+
+    def one_more_step() -> int:
+        done = len(lines(folder))
+        until(lambda: len(lines(folder)) > done, 180, log)
+        return len(lines(folder))
+
+    def attempts() -> list[str]:
+        return sorted(found.name for found in (folder / "slurm" / f"{job}.attempts").iterdir())
+
+    one_more_step()
+    minutes = int(two.job(job)["RunTime"].split(":")[1])
+    two.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 2}")  # so the warning is due
+    two.start_now(job, timeout_s=120)  # saved, and queued again by the job itself
+    assert "SIGUSR2: the rank ended with status 0" in log.read_text()
+    two.run("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
+
+    one_more_step()
+    two.run("scontrol", "requeue", job)
+    two.start_now(job)
+
+    one_more_step()
+    two.run("sbatch", "-p", "high", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "true")
+    two.start_now(job)
+
+    done = one_more_step()
+    os.kill(rank_pids(two.hosts, 1)[0], signal.SIGKILL)
+    two.start_now(job)  # cluster.retries=1
+    assert "ended with SIGKILL" in (folder / "slurm" / f"{job}.failure.txt").read_text().splitlines()[0]
+    assert done < STEPS
+
+    slow.write_text("0")
+    assert two.wait(job, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")["JobState"] == "COMPLETED", log.read_text()
+    assert attempts() == ["0", "1", "2", "3", "4"]
+
+    whole = tmp_path / "whole"
+    plain = [*RUN, f"trainer.output_dir={whole}"]
+    assert worlds[4].run(launched.train_quietly, plain) == [0] * 4
+    assert [row["step"] for row in lines(folder)] == [*range(1, STEPS + 1)]
+    assert lines(folder) == lines(whole)
+
+
+def test_the_first_failing_ranks_traceback_comes_first(two: Slurm, tmp_path: Path) -> None:
+    roles = f"trainer.roles={{rollout: '{HERE / 'faulty.py'}:rollout'}}"
+    process = launch(two, tmp_path, "--follow", "cluster.nodes=2", "cluster.gpus_per_node=2", roles)
+    said, complaint = process.communicate(timeout=180)
+    assert process.returncode == 1
+    job = said.split()[1].rstrip(":")
+    shown = [line for line in complaint.splitlines() if not line.startswith("[job ")]
+    assert shown[0].startswith("rank 3 on node2 failed first")
+    assert shown[0].endswith("ValueError: planted on rank 3")
+    assert shown[1] == "Traceback (most recent call last):"
+    assert shown[-1] == f"its whole log: {tmp_path}/slurm/{job}_3_log.out"
+    assert "planted on rank 3" in Path(f"{tmp_path}/slurm/{job}_3_log.out").read_text()
+    assert two.job(job)["JobState"] == "FAILED"
