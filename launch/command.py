@@ -11,7 +11,7 @@ from spmd_rl.config.load import parse_arguments, take_option
 from . import failure, torchrun
 from .spec import LaunchSpec
 
-USAGE = """usage: spmd-rl launch [--on torchrun|slurm|torchx] [options] [train|eval|generate] [group=preset key=value ...]
+USAGE = """usage: spmd-rl launch [--on torchrun|slurm|torchx] [options] [train|eval|generate] [key=value ...]
 
 Plans the run, refuses an impossible one, then starts or submits it. The hosts and all else come from the config group
 `cluster` (spmd-rl train --cfg help); a preset of it, e.g. cluster=slurm, is a good start.
@@ -71,7 +71,9 @@ def launch(spec: LaunchSpec, launcher: str, flags: set[str], node_rank: int | No
         raise ConfigError(f"--node-rank is for torchrun; {launcher} numbers the hosts by itself")
     if launcher == "slurm":
         return on_slurm(spec, flags)
-    raise ConfigError(f"--on {launcher}: there are torchrun and slurm")
+    if launcher == "torchx":
+        return on_torchx(spec, flags)
+    raise ConfigError(f"--on {launcher}: there are torchrun, slurm and torchx")
 
 
 def on_slurm(spec: LaunchSpec, flags: set[str]) -> int:
@@ -87,3 +89,20 @@ def on_slurm(spec: LaunchSpec, flags: set[str]) -> int:
     print(f"job {job}: {spec.size} ranks on {spec.nodes} hosts; logs: {spec.output_dir}/slurm/{job}_RANK_log.out")
     sys.stdout.flush()
     return slurm.follow(spec, job) if "--follow" in flags else 0
+
+
+def on_torchx(spec: LaunchSpec, flags: set[str]) -> int:
+    """Submit to cluster.scheduler; a job on this host is waited for."""
+    try:
+        from . import components
+    except ImportError as error:
+        raise ConfigError(f"--on torchx needs torchx ({error}): pip install 'spmd-rl[torchx]'") from error
+    if spec.cluster.min_nodes is not None:
+        raise ConfigError(
+            f"cluster.min_nodes={spec.cluster.min_nodes} is torchrun's: a torchx job has all of its hosts"
+        )
+    if "--dry-run" in flags:
+        print(components.text(spec), end="")
+        return 0
+    _, status = components.submit(spec, "--follow" in flags)
+    return status

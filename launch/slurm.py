@@ -31,7 +31,7 @@ TEARDOWN = """\
 status=$?
 again=
 if [[ -d $SPMD_RL_ATTEMPT/errors ]]; then
-    REPORT --failure "$SPMD_RL_ATTEMPT" | tee "LOGS/$job.failure.txt"
+    { REPORT --failure "$SPMD_RL_ATTEMPT" || cat "$SPMD_RL_ATTEMPT"/errors/*; } | tee "LOGS/$job.failure.txt"
     failed=$(find "LOGS/$job.attempts" -name errors | wc -l)
     [[ $failed -le RETRIES ]] && again=1
 elif [[ -e $SPMD_RL_ATTEMPT/interrupted ]]; then
@@ -49,10 +49,7 @@ class Executor(SlurmExecutor):
 
     def __init__(self, spec: LaunchSpec) -> None:
         srun, prefix = container(spec)
-        python = shlex.join([*prefix, spec.python])
-        if len(spec.groups) > 1:  # every part has a job id of its own; submitit's files carry the first one's
-            python = f"env SLURM_JOB_ID=$SLURM_JOB_ID {python}"
-        super().__init__(spec.output_dir / "slurm", python=python)
+        super().__init__(spec.output_dir / "slurm", python=shlex.join([*prefix, spec.python]))
         self.spec = spec
         self.update_parameters(**parameters(spec, srun))
 
@@ -94,8 +91,6 @@ def check(spec: LaunchSpec) -> None:
         mistakes.append(
             f"cluster.time_h={cluster.time_h:g} h must be longer than cluster.warning_s={cluster.warning_s} s"
         )
-    if not spec.output_dir.parts[1:]:
-        mistakes.append("trainer.output_dir must be a folder that all hosts share")
     refuse(mistakes)
 
 

@@ -16,6 +16,7 @@ from torch.distributed import ProcessGroup, Store
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.observe.live import HERE
 from spmd_rl.runtime.bridge import Bridge, Edge, Waits
+from spmd_rl.runtime.cores import bind
 from spmd_rl.runtime.environment import LaunchEnvironment, read_environment
 from spmd_rl.runtime.process_groups import ProcessGroups, job_store, join, start_pool
 from spmd_rl.topology.cluster import Pool
@@ -132,6 +133,7 @@ def start(config: Config, plan: Plan, env: LaunchEnvironment | None = None) -> R
     HERE.pool = pool.name
     HERE.begin("groups")
     store = env.store if env.store is not None else job_store(config.trainer.timeout_s)
+    bind(config.cluster.bind, store, env, device)
     if device.type == "cuda":
         check_binding(store, env, str(torch.cuda.get_device_properties(device).uuid), shared)
     start_pool(store, pool.name, pool_rank, pool.size, device, config.trainer.timeout_s + WATCH_S)

@@ -19,7 +19,7 @@ from tests.world import Worlds
 
 pytestmark = pytest.mark.slurm
 HERE = Path(__file__).parent
-STEPS = 12
+STEPS = 24
 RUN = [
     "experiment=tiny",
     f"reward.functions=['{HERE / 'slow.py'}:digits']",
@@ -81,7 +81,7 @@ def test_requeue_time_limit_preemption_and_a_killed_rank_lose_nothing(
     two: Slurm, worlds: Worlds, tmp_path: Path
 ) -> None:
     folder, slow = tmp_path / "run", tmp_path / "slow"
-    slow.write_text("0.5")  # a step takes two seconds and more: four replies a rank
+    slow.write_text("1.5")  # a step takes six seconds and more, four replies a rank: none of the parts reaches the end
     asked = ["cluster.nodes=2", "cluster.gpus_per_node=2", "cluster.retries=1"]
     limit = ["cluster.time_h=1", "cluster.warning_s=120"]
     job = submit(two, folder, *asked, *limit, env={"SLOW_REWARD": str(slow)})
