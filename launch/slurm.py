@@ -20,6 +20,18 @@ from .spec import HostGroup, LaunchSpec, mounts, refuse
 
 RESERVE_S = 20
 """Of the seconds between the warning and the time limit: what a run that is given up and the job script need."""
+ENDED = (
+    "COMPLETED",
+    "FAILED",
+    "CANCELLED",
+    "TIMEOUT",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "BOOT_FAIL",
+    "DEADLINE",
+    "UNKNOWN",
+)
+"""Slurm's words for a job that will not go on."""
 SETUP = """\
 job=${SLURM_ARRAY_JOB_ID:+${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID}
 job=${job:-$SLURM_JOB_ID}
@@ -31,7 +43,8 @@ TEARDOWN = """\
 status=$?
 again=
 if [[ -d $SPMD_RL_ATTEMPT/errors ]]; then
-    { REPORT --failure "$SPMD_RL_ATTEMPT" || cat "$SPMD_RL_ATTEMPT"/errors/*; } | tee "LOGS/$job.failure.txt"
+    { REPORT --failure "$SPMD_RL_ATTEMPT" || cat "$SPMD_RL_ATTEMPT"/errors/*; } | tee "$SPMD_RL_ATTEMPT/failure.txt"
+    mv "$SPMD_RL_ATTEMPT/failure.txt" "LOGS/$job.failure.txt"
     failed=$(find "LOGS/$job.attempts" -name errors | wc -l)
     [[ $failed -le RETRIES ]] && again=1
 elif [[ -e $SPMD_RL_ATTEMPT/interrupted ]]; then
@@ -165,12 +178,13 @@ def container(spec: LaunchSpec) -> tuple[list[str], list[str]]:
 
 def task(spec: LaunchSpec) -> slurm_task.Task:
     """What every task of the job does."""
-    stop_s = spec.cluster.warning_s - RESERVE_S
-    if spec.cluster.srun == "rank":
-        return slurm_task.Task([spec.python, "-u", *spec.program], stop_s)
-    meeting = torchrun.static(str(spec.nodes), "$SLURM_NODEID", "$MASTER_ADDR", "$MASTER_PORT")
-    words = torchrun.torchrun(meeting, spec.groups[0].ranks)
-    return slurm_task.Task([spec.python, *words, *spec.program], stop_s)
+    words = [spec.python, "-u", *spec.program]
+    if spec.cluster.srun == "node":
+        meeting = torchrun.static(str(spec.nodes), "$SLURM_NODEID", "$MASTER_ADDR", "$MASTER_PORT")
+        words = [spec.python, *torchrun.torchrun(meeting, "$SPMD_RL_RANKS"), *spec.program]
+    groups = [spec.group_of(node) for node in range(spec.nodes)]
+    hosts = [{"SPMD_RL_NODE_TAG": group.tag, "SPMD_RL_RANKS": str(group.ranks)} for group in groups]
+    return slurm_task.Task(words, spec.cluster.warning_s - RESERVE_S, hosts)
 
 
 def text(spec: LaunchSpec) -> str:
@@ -200,21 +214,20 @@ def submit(spec: LaunchSpec) -> str:
 
 
 def follow(spec: LaunchSpec, job: str) -> int:
-    """Show rank 0's log until the job has ended; then the first failing rank's traceback, if any. The job's status."""
-    folder, shown, state = spec.output_dir / "slurm", 0, ""
-    while True:
+    """Show rank 0's log until the job has ended, and when an attempt has failed, its first failing rank's traceback.
+
+    The job's status: 0 when it has come to its end.
+    """
+    logs, shown, told, state = spec.output_dir / "slurm", 0, 0.0, ""
+    while state not in ENDED:
         now = state_of(job)
-        shown = _show(folder / f"{job}_0_log.out", shown)
+        shown = _show(logs / f"{job}_0_log.out", shown)
+        told = _tell(logs / f"{job}.failure.txt", told)
         if now != state:
             print(f"[job {job}: {now}]", file=sys.stderr, flush=True)
-        if now not in ("PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "REQUEUED"):
-            break
         state = now
-        time.sleep(1)
-    failure = folder / f"{job}.failure.txt"
-    if now != "COMPLETED" and failure.exists():
-        print(failure.read_text(encoding="utf-8"), end="", file=sys.stderr)
-    return 0 if now == "COMPLETED" else 1
+        time.sleep(0 if now in ENDED else 1)
+    return 0 if state == "COMPLETED" else 1
 
 
 def state_of(job: str) -> str:
@@ -233,6 +246,14 @@ def _show(log: Path, shown: int) -> int:
         new = file.read()
     print(new.decode(errors="replace"), end="", flush=True)
     return shown + len(new)
+
+
+def _tell(failure: Path, told: float) -> float:
+    """Print the report of a failed attempt when it is newer than `told`; its time."""
+    if not failure.exists() or failure.stat().st_mtime <= told or not (text := failure.read_text(encoding="utf-8")):
+        return told
+    print(text, end="", file=sys.stderr, flush=True)
+    return failure.stat().st_mtime
 
 
 def _filled(text: str, values: dict[str, str]) -> list[str]:

@@ -23,10 +23,11 @@ class TimeIsUp(Exception):
 class Task:
     """One task; runs `command` to its end."""
 
-    def __init__(self, command: list[str], stop_s: int) -> None:
-        """`command`: words that start with $ are taken from the task's environment. `stop_s`: seconds between the
-        warning and the moment at which the run is given up, to go on from its last checkpoint."""
-        self.command, self.stop_s = command, stop_s
+    def __init__(self, command: list[str], stop_s: int, hosts: list[dict[str, str]]) -> None:
+        """`command`: words that start with $ are taken from the task's environment, to which `hosts` adds what differs
+        between hosts. `stop_s`: seconds between the warning and the moment at which the run is given up, to go on
+        from its last checkpoint."""
+        self.command, self.stop_s, self.hosts = command, stop_s, hosts
         self.asked = ""
         self.child: subprocess.Popen[bytes] | None = None
 
@@ -34,6 +35,7 @@ class Task:
         """Ends the process with the rank's status; returns after a run that came to its end."""
         attempt = Path(os.environ["SPMD_RL_ATTEMPT"])
         rank, host = os.environ["SLURM_PROCID"], socket.gethostname()
+        os.environ.update(self.hosts[int(os.environ["SLURM_NODEID"])])
         record = attempt / "errors" / f"rank_{rank}@{host}.json"
         mine = attempt / f"rank_{rank}.json"
         attempt.mkdir(parents=True, exist_ok=True)

@@ -38,13 +38,13 @@ def command(spec: LaunchSpec, node_rank: int | None = None) -> list[str]:
     else:
         hosts = f"{cluster.min_nodes}:{spec.nodes}" if cluster.min_nodes is not None else str(spec.nodes)
         meeting = c10d(hosts, f"{cluster.master_addr}:{cluster.master_port}", spec.name)
-    return [spec.python, *torchrun(meeting, group.ranks, cluster.retries), *spec.program]
+    return [spec.python, *torchrun(meeting, str(group.ranks), cluster.retries), *spec.program]
 
 
-def torchrun(meeting: Sequence[str], ranks: int, restarts: int = 0) -> list[str]:
+def torchrun(meeting: Sequence[str], ranks: str, restarts: int = 0) -> list[str]:
     """torchrun's words, without the interpreter and without what the ranks run."""
     again = ["--max-restarts", str(restarts)] if restarts else []
-    return ["-m", "torch.distributed.run", *meeting, "--nproc-per-node", str(ranks), *again]
+    return ["-m", "torch.distributed.run", *meeting, "--nproc-per-node", ranks, *again]
 
 
 def static(nodes: str, node_rank: str, address: str, port: str) -> list[str]:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed import Store
@@ -74,7 +75,7 @@ def numa_nodes(allowed: Sequence[int]) -> dict[int, list[Core]]:
 
 def gpu_node(device: torch.device) -> int | None:
     """The NUMA node of a GPU; None where the system does not say."""
-    card = torch.cuda.get_device_properties(device)
+    card: Any = torch.cuda.get_device_properties(device)
     address = f"{card.pci_domain_id:04x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}.0"
     file = SYSTEM / "bus/pci/devices" / address / "numa_node"
     node = int(file.read_text()) if file.exists() else -1

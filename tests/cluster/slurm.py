@@ -94,9 +94,14 @@ class Slurm:
 
     def close(self) -> None:
         """End the jobs, then the daemons."""
-        if self._daemons and self._daemons[-1].poll() is None:
-            subprocess.run(["scancel", "--full", "-u", "root"], env=self.environment, capture_output=True, check=False)
-            self._until(lambda: not self.run("squeue", "-h", "-t", "running,completing"), KILL_WAIT_S + 5)
+        try:
+            if self._daemons and self._daemons[-1].poll() is None:
+                self.run("scancel", "--full", "-u", "root")
+                self._until(lambda: not self.run("squeue", "-h", "-t", "running,completing"), KILL_WAIT_S + 30)
+        finally:
+            self._end_daemons()
+
+    def _end_daemons(self) -> None:
         for daemon in reversed(self._daemons):
             daemon.terminate()
         for daemon in self._daemons:

@@ -81,15 +81,15 @@ def test_requeue_time_limit_preemption_and_a_killed_rank_lose_nothing(
     two: Slurm, worlds: Worlds, tmp_path: Path
 ) -> None:
     folder, slow = tmp_path / "run", tmp_path / "slow"
-    slow.write_text("1.5")  # a step takes six seconds and more, four replies a rank: none of the parts reaches the end
-    asked = ["cluster.nodes=2", "cluster.gpus_per_node=2", "cluster.retries=1"]
+    slow.write_text("0.7")  # a step takes six seconds, eight replies a rank: none of the parts reaches the end
+    asked = ["cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.retries=1"]
     limit = ["cluster.time_h=1", "cluster.warning_s=120"]
     job = submit(two, folder, *asked, *limit, env={"SLOW_REWARD": str(slow)})
     log = folder / "slurm" / f"{job}_0_log.out"
 
     def one_more_step() -> int:
         done = len(lines(folder))
-        until(lambda: len(lines(folder)) > done, 180, log)
+        until(lambda: len(lines(folder)) > done, 300, log)
         return len(lines(folder))
 
     def attempts() -> list[str]:
@@ -117,26 +117,94 @@ def test_requeue_time_limit_preemption_and_a_killed_rank_lose_nothing(
     assert done < STEPS
 
     slow.write_text("0")
-    assert two.wait(job, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED")["JobState"] == "COMPLETED", log.read_text()
+    assert two.wait(job, "COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", timeout_s=300)["JobState"] == "COMPLETED", (
+        log.read_text()
+    )
     assert attempts() == ["0", "1", "2", "3", "4"]
 
     whole = tmp_path / "whole"
     plain = [*RUN, f"trainer.output_dir={whole}"]
-    assert worlds[4].run(launched.train_quietly, plain) == [0] * 4
+    assert worlds[2].run(launched.train_quietly, plain) == [0] * 2
     assert [row["step"] for row in lines(folder)] == [*range(1, STEPS + 1)]
     assert lines(folder) == lines(whole)
 
 
 def test_the_first_failing_ranks_traceback_comes_first(two: Slurm, tmp_path: Path) -> None:
+    """Rank 3 of 2 × 2 raises in its second step, also when it is started again after the step that was saved."""
     roles = f"trainer.roles={{rollout: '{HERE / 'faulty.py'}:rollout'}}"
-    process = launch(two, tmp_path, "--follow", "cluster.nodes=2", "cluster.gpus_per_node=2", roles)
-    said, complaint = process.communicate(timeout=180)
+    asked = ["cluster.nodes=2", "cluster.gpus_per_node=2", "cluster.retries=1", "trainer.save_freq=1"]
+    process = launch(two, tmp_path, "--follow", *asked, roles)
+    assert process.stdout is not None
+    job = process.stdout.readline().split()[1].rstrip(":")
+    two.start_now(job, timeout_s=300)
+    _, complaint = process.communicate(timeout=300)
     assert process.returncode == 1
-    job = said.split()[1].rstrip(":")
+    assert two.job(job)["JobState"] == "FAILED"
     shown = [line for line in complaint.splitlines() if not line.startswith("[job ")]
-    assert shown[0].startswith("rank 3 on node2 failed first")
-    assert shown[0].endswith("ValueError: planted on rank 3")
+    first = shown[0]
+    assert first.startswith("rank 3 on node2 failed first")
+    assert first.endswith("ValueError: planted on rank 3")
     assert shown[1] == "Traceback (most recent call last):"
     assert shown[-1] == f"its whole log: {tmp_path}/slurm/{job}_3_log.out"
+    assert sum(line.startswith("rank 3 on node2 failed first") for line in shown) == 2
     assert "planted on rank 3" in Path(f"{tmp_path}/slurm/{job}_3_log.out").read_text()
-    assert two.job(job)["JobState"] == "FAILED"
+    assert [row["step"] for row in lines(tmp_path)] == [1, 2]
+
+
+def test_two_kinds_of_hosts_and_torchrun_on_each(worlds: Worlds, tmp_path: Path) -> None:
+    """Four hosts, of which a job takes three, in the order of its node classes; asked to stop, it is queued again."""
+    skip_without_slurm()
+    folder, slow = tmp_path / "run", tmp_path / "slow"
+    slow.write_text("1")
+    kinds = ["cluster.nodes=3", "cluster.gpus_per_node=1", "cluster.node_tags=[big,big,small]", "cluster.srun=node"]
+    with Hosts(4) as hosts, Slurm(hosts, tmp_path / "slurm", features=["big", "small", "big", "small"]) as slurm:
+        job = submit(slurm, folder, *kinds, env={"SLOW_REWARD": str(slow)})
+        log = folder / "slurm" / f"{job}_0_log.out"
+        until(lambda: lines(folder) != [], 300, log)
+        assert [len(rank_pids(hosts, host)) for host in range(4)] == [1, 1, 1, 0]
+        slurm.run("scancel", "--signal=USR2", job)
+        slurm.start_now(job)
+        slow.write_text("0")
+        assert slurm.wait(job, "COMPLETED", "FAILED", "CANCELLED", timeout_s=300)["JobState"] == "COMPLETED", (
+            log.read_text()
+        )
+    where = [(folder / "slurm" / f"{job}_{rank}_log.out").read_text() for rank in range(3)]
+    assert [next(word.rstrip(",)") for word in text.split() if word.startswith("hostname=")) for text in where] == [
+        "hostname=node1",
+        "hostname=node3",
+        "hostname=node2",
+    ]
+    assert [row["step"] for row in lines(folder)] == [*range(1, STEPS + 1)]
+
+
+def test_torchx_on_slurm(two: Slurm, tmp_path: Path) -> None:
+    words = ["cluster.scheduler=slurm", "cluster.nodes=2", "cluster.gpus_per_node=1", f"trainer.output_dir={tmp_path}"]
+    variables = ",".join(f"{name}: '{value}'" for name, value in ENV.items())
+    job = [f"cluster.scheduler_args={{job_dir: {tmp_path}/job}}", "cluster.memory_gib=2", "cluster.partition=debug"]
+    command = [sys.executable, "-m", "spmd_rl.cli", "launch", "--on", "torchx", *RUN, *words, *job]
+    short = ["trainer.total_training_steps=1", f"cluster.env={{{variables}}}"]
+    done = subprocess.run(
+        [*command, *short], env={**two.environment, **ENV}, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.stdout.startswith("slurm://"), done.stderr
+    number = done.stdout.strip().rpartition("/")[2]
+    logs = "".join(path.read_text() for path in tmp_path.glob("job/*.err"))
+    assert two.wait(number, "COMPLETED", "FAILED", "CANCELLED", timeout_s=300)["JobState"] == "COMPLETED", logs
+    assert [row["step"] for row in lines(tmp_path)] == [1]
+
+
+def test_the_script_written_by_hand(two: Slurm, tmp_path: Path) -> None:
+    slow = tmp_path / "slow"
+    slow.write_text("0.7")
+    two.environment |= {**ENV, "SLOW_REWARD": str(slow), "PYTHON": sys.executable}
+    words = [str(HERE.parents[1] / "launch" / "job.sbatch"), *RUN, f"trainer.output_dir={tmp_path}"]
+    said = two.run("sbatch", "-N2", "--ntasks-per-node=1", f"--output={tmp_path}/log", *words)
+    job = said.split()[-1]
+    until(lambda: lines(tmp_path) != [], 300, tmp_path / "log")
+    two.run("scancel", "--batch", "--signal=USR1", job)
+    two.start_now(job)
+    slow.write_text("0")
+    ended = two.wait(job, "COMPLETED", "FAILED", "CANCELLED", timeout_s=300)
+    assert ended["JobState"] == "COMPLETED", (tmp_path / "log").read_text()
+    assert ended["Restarts"] == "1"
+    assert [row["step"] for row in lines(tmp_path)] == [*range(1, STEPS + 1)]

@@ -39,7 +39,8 @@ srun --unbuffered --output /shared/run/slurm/%A_%a_%t_log.out --open-mode=append
 status=$?
 again=
 if [[ -d $SPMD_RL_ATTEMPT/errors ]]; then
-    { PYTHON -m spmd_rl.cli launch --failure "$SPMD_RL_ATTEMPT" || cat "$SPMD_RL_ATTEMPT"/errors/*; } | tee "/shared/run/slurm/$job.failure.txt"
+    { PYTHON -m spmd_rl.cli launch --failure "$SPMD_RL_ATTEMPT" || cat "$SPMD_RL_ATTEMPT"/errors/*; } | tee "$SPMD_RL_ATTEMPT/failure.txt"
+    mv "$SPMD_RL_ATTEMPT/failure.txt" "/shared/run/slurm/$job.failure.txt"
     failed=$(find "/shared/run/slurm/$job.attempts" -name errors | wc -l)
     [[ $failed -le 2 ]] && again=1
 elif [[ -e $SPMD_RL_ATTEMPT/interrupted ]]; then
@@ -50,4 +51,4 @@ if [[ -n $again && $(squeue --noheader --job "$SLURM_JOB_ID" --format %T | head 
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $status
-# every task runs: /opt/python -m torch.distributed.run --nnodes 4 --node-rank '$SLURM_NODEID' --master-addr '$MASTER_ADDR' --master-port '$MASTER_PORT' --nproc-per-node 8 -m spmd_rl.train experiment=tiny trainer.output_dir=/shared/run cluster.python=/opt/python cluster.nodes=4 cluster.gpus_per_node=8 'cluster.node_tags=[h100,h100,h100,h100]' cluster.time_h=12 cluster.account=lab cluster.partition=gpu cluster.qos=high cluster.cpus_per_rank=12 cluster.memory_gib=900 cluster.exclusive=true cluster.retries=2 cluster.links=5 cluster.srun=node 'cluster.sbatch={reservation: r1}' 'cluster.srun_args=['"'"'--mpi=none'"'"']' 'cluster.env={NCCL_DEBUG: WARN}' cluster.image=/images/rl.sqsh 'cluster.mounts=['"'"'/data:/data:ro'"'"']'
+# every task runs: /opt/python -m torch.distributed.run --nnodes 4 --node-rank '$SLURM_NODEID' --master-addr '$MASTER_ADDR' --master-port '$MASTER_PORT' --nproc-per-node '$SPMD_RL_RANKS' -m spmd_rl.train experiment=tiny trainer.output_dir=/shared/run cluster.python=/opt/python cluster.nodes=4 cluster.gpus_per_node=8 'cluster.node_tags=[h100,h100,h100,h100]' cluster.time_h=12 cluster.account=lab cluster.partition=gpu cluster.qos=high cluster.cpus_per_rank=12 cluster.memory_gib=900 cluster.exclusive=true cluster.retries=2 cluster.links=5 cluster.srun=node 'cluster.sbatch={reservation: r1}' 'cluster.srun_args=['"'"'--mpi=none'"'"']' 'cluster.env={NCCL_DEBUG: WARN}' cluster.image=/images/rl.sqsh 'cluster.mounts=['"'"'/data:/data:ro'"'"']'

@@ -34,7 +34,8 @@ srun --unbuffered --output /shared/run/slurm/%j_%t_log.out --open-mode=append --
 status=$?
 again=
 if [[ -d $SPMD_RL_ATTEMPT/errors ]]; then
-    { PYTHON -m spmd_rl.cli launch --failure "$SPMD_RL_ATTEMPT" || cat "$SPMD_RL_ATTEMPT"/errors/*; } | tee "/shared/run/slurm/$job.failure.txt"
+    { PYTHON -m spmd_rl.cli launch --failure "$SPMD_RL_ATTEMPT" || cat "$SPMD_RL_ATTEMPT"/errors/*; } | tee "$SPMD_RL_ATTEMPT/failure.txt"
+    mv "$SPMD_RL_ATTEMPT/failure.txt" "/shared/run/slurm/$job.failure.txt"
     failed=$(find "/shared/run/slurm/$job.attempts" -name errors | wc -l)
     [[ $failed -le 0 ]] && again=1
 elif [[ -e $SPMD_RL_ATTEMPT/interrupted ]]; then
