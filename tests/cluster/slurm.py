@@ -86,7 +86,7 @@ class Slurm:
             time.sleep(0.2)
         return found
 
-    def start_now(self, job: str, timeout_s: float = 60.0) -> None:
+    def start_now(self, job: str, timeout_s: float = 300.0) -> None:
         """Wait until the job has been requeued, and spare it the two minutes that it would wait then."""
         self.wait(job, "PENDING", timeout_s=timeout_s)
         time.sleep(2)  # a job that starts again within the second in which it ended is refused: its credential is void
