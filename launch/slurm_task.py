@@ -39,6 +39,8 @@ class Task:
         record = attempt / "errors" / f"rank_{rank}@{host}.json"
         mine = attempt / f"rank_{rank}.json"
         attempt.mkdir(parents=True, exist_ok=True)
+        log_to(attempt.parent.parent / f"{attempt.parent.name.removesuffix('.attempts')}_{rank}_log.out")
+        print(f"attempt {attempt.name}: task {rank} on {host}", flush=True)
         handlers = {n: signal.signal(n, self.note) for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)}
         signal.signal(signal.SIGALRM, self.give_up)
         words = [os.environ[word[1:]] if word.startswith("$") else word for word in self.command]
@@ -87,6 +89,14 @@ class Task:
             except ProcessLookupError:
                 continue
         return self.child.wait()
+
+
+def log_to(file: Path) -> None:
+    """Have this process and the ranks write there. In a job of several parts srun gives its files other numbers."""
+    with file.open("ab", buffering=0) as log:
+        sys.stdout.flush()
+        for stream in (1, 2):
+            os.dup2(log.fileno(), stream)
 
 
 def ranks_of(pid: int) -> list[int]:

@@ -88,7 +88,11 @@ class Slurm:
 
     def start_now(self, job: str, timeout_s: float = 300.0) -> None:
         """Wait until the job has been requeued, and spare it the two minutes that it would wait then."""
-        self.wait(job, "PENDING", timeout_s=timeout_s)
+        deadline = time.monotonic() + timeout_s
+        while (found := self.job(job))["JobState"] != "PENDING" or found["Reason"] != "BeginTime":
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"job {job} is {found['JobState']} ({found['Reason']}), not queued again")
+            time.sleep(0.2)
         time.sleep(2)  # a job that starts again within the second in which it ended is refused: its credential is void
         self.run("scontrol", "update", f"JobId={job}", "StartTime=now")
 

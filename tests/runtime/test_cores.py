@@ -60,14 +60,13 @@ def test_lists_of_cpus() -> None:
     assert cores.read_cpus("\n") == []
 
 
-def bound(how: str, mask_of_rank_1: set[int] | None = None) -> tuple[list[int], int]:
-    """(CPUs of this rank while bound, torch's threads)."""
+def bound(how: str, allowed: tuple[list[int], list[int]]) -> tuple[list[int], int]:
+    """(CPUs of this rank when it has been bound, torch's threads); `allowed`: what each rank might use before."""
     env, before, threads = read_environment(), os.sched_getaffinity(0), torch.get_num_threads()
     said = os.environ.pop("OMP_NUM_THREADS", None)
     store = next(iter(dist.rendezvous("env://")))[0]
     try:
-        if env.rank == 1 and mask_of_rank_1:
-            os.sched_setaffinity(0, mask_of_rank_1)
+        os.sched_setaffinity(0, allowed[env.rank])
         found = cores.bind(how, store, env, torch.device("cpu"))
         store.set(f"read {env.rank}", "yes")
         store.wait(["read 0", "read 1"])
@@ -85,7 +84,7 @@ needs_two = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs t
 @needs_two
 def test_two_ranks_here(worlds: Worlds) -> None:
     whole = sorted(os.sched_getaffinity(0))
-    (first, threads), (second, _) = worlds[2].run(bound, "auto")
+    (first, threads), (second, _) = worlds[2].run(bound, "auto", (whole, whole))
     assert sorted(first + second) == whole
     assert first
     assert second
@@ -95,6 +94,6 @@ def test_two_ranks_here(worlds: Worlds) -> None:
 @needs_two
 def test_what_the_launcher_has_bound_stays(worlds: Worlds) -> None:
     whole = sorted(os.sched_getaffinity(0))
-    (first, _), (second, _) = worlds[2].run(bound, "auto", {whole[-1]})
+    (first, _), (second, _) = worlds[2].run(bound, "auto", (whole, whole[-1:]))
     assert first == whole
-    assert second == [whole[-1]]
+    assert second == whole[-1:]
