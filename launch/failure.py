@@ -21,8 +21,13 @@ class Failure:
 
 
 def failures(folder: Path) -> list[Failure]:
-    """The records of one attempt (`errors/rank_R@HOST.json`), the first one first."""
-    found = [_read(path) for path in folder.glob("errors/rank_*@*.json")]
+    """The records of one attempt that failed (`errors/rank_R@HOST.json`), the first one first.
+
+    A rank that has raised may not have ended yet when the others have: its record still lies beside `errors/`.
+    """
+    if not (folder / "errors").is_dir():
+        return []
+    found = [_read(path) for place in ("", "errors/") for path in folder.glob(f"{place}rank_*@*.json")]
     return sorted(found, key=lambda failure: (failure.at, failure.rank))
 
 

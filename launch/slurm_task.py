@@ -2,7 +2,7 @@
 
 Pickled by value, so it imports the standard library only. A rank that is asked to stop (time limit, preemption,
 requeue) finishes its step and saves; then `$SPMD_RL_ATTEMPT/interrupted` tells the job script to queue the job again. A
-rank that fails leaves `$SPMD_RL_ATTEMPT/errors/rank_R@HOST.json`.
+rank that fails leaves `$SPMD_RL_ATTEMPT/errors/rank_R@HOST.json`, or as long as it lingers, the same a folder above.
 """
 
 import json
@@ -37,7 +37,7 @@ class Task:
         rank, host = os.environ["SLURM_PROCID"], socket.gethostname()
         os.environ.update(self.hosts[int(os.environ["SLURM_NODEID"])])
         record = attempt / "errors" / f"rank_{rank}@{host}.json"
-        mine = attempt / f"rank_{rank}.json"
+        mine = attempt / record.name
         attempt.mkdir(parents=True, exist_ok=True)
         log_to(attempt.parent.parent / f"{attempt.parent.name.removesuffix('.attempts')}_{rank}_log.out")
         print(f"attempt {attempt.name}: task {rank} on {host}", flush=True)
@@ -61,7 +61,7 @@ class Task:
         if status != 0:
             record.parent.mkdir(exist_ok=True)
             if mine.exists():
-                mine.rename(record)
+                mine.rename(record)  # which keeps the time at which the rank wrote it
             else:
                 record.write_text(json.dumps(wordless(status)), encoding="utf-8")
             sys.exit(status if status > 0 else 128 - status)

@@ -2,7 +2,8 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.config.load import parse_arguments
@@ -29,22 +30,26 @@ def on_every_rank(command: str, argv: list[str], act: Callable[[Config, LaunchEn
             return 0
         arguments.reject_others()
         config = arguments.config()
-        with joined(config, env, trains=command == "train") as env:
+        with joined(config, env, trains=command == "train") as env, recorded():
             act(config, env)
     except (ConfigError, CheckpointError) as error:
         report(str(error), env)
         return 2 if isinstance(error, ConfigError) else 1
-    except Exception as error:
-        record(error)
-        raise
     return 0
 
 
-def record(error: Exception) -> None:
-    """Leave the traceback where the launcher looks for it, so that it shows that of the first rank that failed."""
-    from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
+@contextmanager
+def recorded() -> Iterator[None]:
+    """Leave a traceback where the launcher looks for it, before the other ranks hear of it: so it shows the first."""
+    try:
+        yield
+    except (ConfigError, CheckpointError):
+        raise
+    except Exception as error:
+        from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
-    ErrorHandler().record_exception(error)
+        ErrorHandler().record_exception(error)
+        raise
 
 
 def report(message: str, env: LaunchEnvironment) -> None:

@@ -10,6 +10,7 @@ from spmd_rl import cli, ranked
 from spmd_rl._launch import failure
 from spmd_rl.config import Config
 from spmd_rl.runtime.environment import LaunchEnvironment
+from tests.world import Worlds
 
 
 def leave(attempt: Path, rank: int, at: float, message: object) -> None:
@@ -41,6 +42,19 @@ def test_the_first_one_by_time_and_the_others_counted(tmp_path: Path, capsys: py
     assert capsys.readouterr().out.splitlines() == wanted
 
 
+def test_a_rank_that_lingers_after_its_error(tmp_path: Path) -> None:
+    attempt = tmp_path / "5.attempts" / "0"
+    attempt.mkdir(parents=True)
+    lingering = attempt / "rank_3@node3.json"
+    lingering.write_text(json.dumps({"message": told("Traceback …\n")}))
+    os.utime(lingering, (1, 1))
+    assert failure.describe(attempt) is None  # it was asked to stop
+    leave(attempt, 2, 2, told("", "ended with status 75"))
+    assert str(failure.describe(attempt)).startswith(
+        "rank 3 on node3 failed first; 1 more failed after it: ValueError: x"
+    )
+
+
 def test_without_a_traceback_the_end_of_the_log(tmp_path: Path) -> None:
     attempt = tmp_path / "5_1.attempts" / "2"
     leave(attempt, 1, 1, told("", "ended with SIGKILL"))
@@ -50,16 +64,25 @@ def test_without_a_traceback_the_end_of_the_log(tmp_path: Path) -> None:
     assert shown[1:-1] == [f"line {n}" for n in range(40 - failure.TAIL, 40)]
 
 
-def test_a_rank_leaves_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}.items():
-        monkeypatch.setenv(name, value)
+def planted(config: Config, env: LaunchEnvironment) -> None:
+    raise KeyError("planted")
 
-    def act(config: Config, env: LaunchEnvironment) -> None:
-        raise KeyError("planted")
 
-    with pytest.raises(KeyError, match="planted"):
-        ranked.on_every_rank("train", ["experiment=tiny"], act)
-    message = json.loads((tmp_path / "error.json").read_text())["message"]
+def failing(file: str) -> str:
+    """On a rank: what is raised, when the launcher wants tracebacks in `file`."""
+    os.environ["TORCHELASTIC_ERROR_FILE"] = file
+    try:
+        ranked.on_every_rank("generate", ["experiment=tiny"], planted)
+    except KeyError as error:
+        return str(error)
+    finally:
+        del os.environ["TORCHELASTIC_ERROR_FILE"]
+    return "nothing"
+
+
+def test_a_rank_leaves_its_traceback(worlds: Worlds, tmp_path: Path) -> None:
+    file = tmp_path / "error.json"
+    assert worlds[1].run(failing, str(file)) == ["'planted'"]
+    message = json.loads(file.read_text())["message"]
     assert message["message"] == "KeyError: 'planted'"
-    assert "in act" in message["extraInfo"]["py_callstack"]
+    assert "in planted" in message["extraInfo"]["py_callstack"]
