@@ -63,4 +63,7 @@ def report(message: str, env: LaunchEnvironment) -> None:
 def plan_of(config: Config, env: LaunchEnvironment) -> Plan:
     """The plan on the hosts as the launcher started them."""
     counts = [node.ranks for node in env.nodes] or [env.local_world_size] * (env.world_size // env.local_world_size)
-    return Plan.from_config(config, Cluster.from_counts(counts, [node.address for node in env.nodes]))
+    addresses, tags = [node.address for node in env.nodes], [node.tag for node in env.nodes]
+    if not any(tags) and len(config.cluster.node_tags) == len(counts):  # the launcher knows of no classes
+        tags = list(config.cluster.node_tags)
+    return Plan.from_config(config, Cluster.from_counts(counts, addresses, tags))

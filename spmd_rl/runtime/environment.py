@@ -36,6 +36,8 @@ class LaunchEnvironment:
     """Name of this start of the job, on all ranks; known once they have met."""
     store_rank: int | None = field(default=None, compare=False)
     """The rank whose process holds the store; None when the launcher does."""
+    tag: str = field(default_factory=lambda: os.environ.get("SPMD_RL_NODE_TAG", ""), compare=False)
+    """This node's class, where `spmd-rl launch` asked for one."""
 
     @property
     def is_first(self) -> bool:

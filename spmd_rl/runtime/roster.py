@@ -90,7 +90,7 @@ def meet(config: Config, env: LaunchEnvironment, keeps_roster: bool) -> LaunchEn
         ) from error
     card = Card(host_address(meeting_point()), env.node, env.local_rank)
     reads = keeps_roster and env.local_rank == 0 and config.trainer.resume != "never"
-    shown = {"card": asdict(card), "saved": read_roster(folder) if reads else None}
+    shown = {"card": asdict(card), "tag": env.tag, "saved": read_roster(folder) if reads else None}
     store.set(f"card/{env.rank}", json.dumps(shown))
     if env.rank == 0:
         store.set("roster", json.dumps(_lead(store, env, config.trainer.timeout_s)))
@@ -101,7 +101,7 @@ def meet(config: Config, env: LaunchEnvironment, keeps_roster: bool) -> LaunchEn
         save_roster(folder, roster.seats, agreed["start"])
     return env.renumbered(
         rank=rank,
-        nodes=tuple(Node(address, ranks) for address, ranks in roster.nodes),
+        nodes=tuple(Node(address, ranks, agreed["tags"][address]) for address, ranks in roster.nodes),
         store=store,
         attempt=agreed["attempt"],
         store_rank=None if env.launcher_holds_store else roster.ranks[0],
@@ -114,7 +114,8 @@ def _lead(store: Store, env: LaunchEnvironment, timeout_s: float) -> dict[str, A
     saved: list[dict[str, Any]] = [s["saved"] for s in shown if s["saved"]]
     newest: dict[str, Any] = max(saved, key=lambda s: int(s["start"]), default={"start": 0, "seats": []})
     roster, start = number([Card(**s["card"]) for s in shown], newest["seats"]), newest["start"] + 1
-    return {**asdict(roster), "start": start, "attempt": f"{start:03d}-{uuid.uuid4().hex[:6]}"}
+    tags = {s["card"]["address"]: s["tag"] for s in shown}
+    return {**asdict(roster), "tags": tags, "start": start, "attempt": f"{start:03d}-{uuid.uuid4().hex[:6]}"}
 
 
 def _all_cards(store: Store, size: int, timeout_s: float) -> list[bytes]:

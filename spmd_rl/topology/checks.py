@@ -169,6 +169,11 @@ def _launched_mistakes(config: Config, cluster: Cluster) -> list[str]:
         wanted = [gpus * c.ranks_per_gpu for gpus in gpu_counts(config)]
         if c.nodes is None and isinstance(c.gpus_per_node, int):
             wanted = wanted * len(found)
+        tags = [node.tag for node in cluster.nodes]
+        if any(tags) and len(c.node_tags) == len(wanted):  # hosts of a class may have come in any order
+            if sorted(zip(c.node_tags, wanted, strict=True)) == sorted(zip(tags, found, strict=True)):
+                return []
+            return [_wrong_hosts(list(c.node_tags), wanted, tags, found)]
         if wanted != found:
             shown = c.gpus_per_node if isinstance(c.gpus_per_node, int) else list(c.gpus_per_node)
             asked = f"cluster.gpus_per_node={shown} · ranks_per_gpu={c.ranks_per_gpu} asks for {_lots(wanted)}"
@@ -177,6 +182,12 @@ def _launched_mistakes(config: Config, cluster: Cluster) -> list[str]:
     if uneven:
         return [f"cluster.ranks_per_gpu={c.ranks_per_gpu} does not divide the {uneven[0]} ranks of a host"]
     return []
+
+
+def _wrong_hosts(tags: list[str], wanted: list[int], found_tags: list[str], found: list[int]) -> str:
+    asked = ", ".join(f"{tag}: {count}" for tag, count in zip(tags, wanted, strict=True))
+    started = ", ".join(f"{tag or 'untagged'}: {count}" for tag, count in zip(found_tags, found, strict=True))
+    return f"cluster.node_tags and gpus_per_node ask for hosts with ranks {asked}; started were {started}"
 
 
 def _lots(counts: list[int]) -> str:

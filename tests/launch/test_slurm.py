@@ -167,12 +167,12 @@ def test_two_kinds_of_hosts_and_torchrun_on_each(worlds: Worlds, tmp_path: Path)
     skip_without_slurm()
     folder, slow = tmp_path / "run", tmp_path / "slow"
     slow.write_text("1")
-    kinds = ["cluster.nodes=3", "cluster.gpus_per_node=1", "cluster.node_tags=[big,big,small]", "cluster.srun=node"]
+    kinds = ["cluster.nodes=3", "cluster.gpus_per_node=[1,1,2]", "cluster.node_tags=[big,big,small]"]
     with Hosts(4) as hosts, Slurm(hosts, tmp_path / "slurm", features=["big", "small", "big", "small"]) as slurm:
-        job = submit(slurm, folder, *kinds, env={"SLOW_REWARD": str(slow)})
+        job = submit(slurm, folder, *kinds, "cluster.srun=node", env={"SLOW_REWARD": str(slow)})
         log = folder / "slurm" / f"{job}_0_log.out"
         until(lambda: lines(folder) != [], 300, log)
-        assert [len(rank_pids(hosts, host)) for host in range(4)] == [1, 1, 1, 0]
+        assert [len(rank_pids(hosts, host)) for host in range(4)] == [1, 2, 1, 0]
         slurm.run("scancel", "--signal=USR2", job)
         slurm.start_now(job)
         slow.write_text("0")

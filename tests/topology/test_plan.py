@@ -7,6 +7,7 @@ import time
 import numpy as np
 import pytest
 
+from spmd_rl.config import ConfigError
 from spmd_rl.topology.cluster import Cluster
 from spmd_rl.topology.plan import Plan
 from tests.topology.configured import configured
@@ -52,6 +53,14 @@ def test_hosts_of_different_sizes_and_classes() -> None:
     assert plan.pools["rollout"].ranks == (8, 9, 10, 11, 20, 21)
     assert plan.pools["rollout"].counts == (4, 2)
     assert plan.pools["global"].ranks == (*range(8), *range(12, 20))
+
+
+def test_hosts_of_a_class_may_come_in_any_order() -> None:
+    asked = ["cluster.nodes=3", "cluster.gpus_per_node=[8,8,4]", "cluster.node_tags=[big,big,small]"]
+    started = plan_of(*asked, counts=[8, 4, 8], tags=["big", "small", "big"])
+    assert [node.tag for node in started.cluster.nodes] == ["big", "small", "big"]
+    with pytest.raises(ConfigError, match="big: 8, big: 8, small: 4; started were big: 4, small: 8, big: 8"):
+        plan_of(*asked, counts=[4, 8, 8], tags=["big", "small", "big"])
 
 
 def test_equal_groups_are_one_entry_and_every_name_finds_it() -> None:
