@@ -1,5 +1,6 @@
 """The actor's start as far as it is known without weights, and models on their engines."""
 
+import secrets
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -7,6 +8,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedTokenizerBase
 
 from spmd_rl.config import Config, ConfigError
@@ -203,12 +205,21 @@ def _vllm(config: Config, model: Model, runtime: Runtime, specs: list[TensorSpec
             seed=config.trainer.seed,
             device=runtime.device,
             trust_remote_code=config.model.trust_remote_code,
-            more=rollout.engine_kwargs,
+            name=_agreed_name(runtime),
+            packed=bool(rollout.engine_kwargs.get("packed", False)),
+            more={k: v for k, v in rollout.engine_kwargs.items() if k != "packed"},
         )
         with as_pool(runtime.pool_rank, runtime.pool.size, runtime.device.index or 0):
             engine = VllmRollout(settings, specs, model.eos_token_ids, sleep_level)
     on_stop(engine.close)
     return engine
+
+
+def _agreed_name(runtime: Runtime) -> str:
+    """Eight random bytes, the same on all ranks of the pool."""
+    name = [secrets.token_hex(8)]
+    dist.broadcast_object_list(name, group_src=0, group=runtime.control)
+    return name[0]
 
 
 def let_move(residency: Residency, role: str, engine: Engine, config: EngineConfig) -> None:

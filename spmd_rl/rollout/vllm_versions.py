@@ -106,6 +106,8 @@ class Settings:
     seed: int
     device: torch.device
     trust_remote_code: bool
+    name: str
+    """Of this engine: the same on its pool's ranks, and no other engine's on the host (it names shared memory)."""
     packed: bool = False
     """CPU only: let vLLM pack the weights of linear layers for oneDNN; then they cannot be written in place."""
     more: Mapping[str, Any] | None = None
@@ -121,6 +123,7 @@ class Vllm:
 
         if settings.device.type == "cpu":
             _keep_plain_weights(settings.packed)
+        _tell_apart(settings.name)
         arguments: dict[str, Any] = {
             "model": str(settings.folder),
             "skip_tokenizer_init": True,
@@ -217,14 +220,33 @@ class Vllm:
         self.engine.engine_core.shutdown()
 
 
+_theirs: dict[str, Any] = {}
+"""What vLLM had in places that are changed here."""
+
+
 def _keep_plain_weights(packed: bool) -> None:
     """On a CPU: have linear layers keep their weight as a tensor, by taking away what would pack it."""
     import vllm._custom_ops as ops
     import vllm.model_executor.layers.utils as layers
 
-    if not packed:
-        ops._supports_onednn = False
-        layers.check_cpu_sgl_kernel = lambda *_: False
+    one_dnn = _theirs.setdefault("one_dnn", ops._supports_onednn)
+    check = _theirs.setdefault("check", layers.check_cpu_sgl_kernel)
+    ops._supports_onednn = packed and one_dnn
+    layers.check_cpu_sgl_kernel = check if packed else lambda *_: False
+
+
+def _tell_apart(name: str) -> None:
+    """vLLM's CPU workers name their shared memory after the end of the address at which they meet; under an external
+    launcher that is the same for every engine of a host. The ranks have met already: nobody connects to it."""
+    from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher as External
+
+    theirs = _theirs.setdefault("arguments", External._distributed_args)
+
+    def arguments(self: Any) -> tuple[str, int, int]:
+        _, rank, local_rank = theirs(self)
+        return f"env://:{name}", rank, local_rank
+
+    External._distributed_args = arguments
 
 
 def _take_over_sampling(runner: Any) -> "KeyedSampler":

@@ -110,15 +110,15 @@ def _tasks_here() -> int:
 
 @contextmanager
 def as_pool(pool_rank: int, size: int, local_rank: int) -> Iterator[None]:
-    """For a library that reads the launcher's words itself (vLLM): a pool is its ranks' whole world."""
-    kept = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    """For a library that reads the launcher's words itself, and changes them (vLLM): a pool is its whole world."""
+    kept = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     os.environ.update(RANK=str(pool_rank), WORLD_SIZE=str(size), LOCAL_RANK=str(local_rank))
     try:
         yield
     finally:
         for name, value in kept.items():
             if value is None:
-                del os.environ[name]
+                os.environ.pop(name, None)
             else:
                 os.environ[name] = value
 
