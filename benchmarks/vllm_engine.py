@@ -22,6 +22,7 @@ import torch.distributed as dist
 from spmd_rl.assemble.model import load_model_facts, make_engine, make_rollout_engine
 from spmd_rl.config import Config
 from spmd_rl.config.load import parse_arguments
+from spmd_rl.models import random_weights
 from spmd_rl.ranked import plan_of
 from spmd_rl.roles.rollout import Rollout
 from spmd_rl.rollout.base import Request
@@ -120,12 +121,17 @@ def measure_rollout(rollout: Rollout, config: Config, vocab: int, runtime: Runti
     tokens = PROMPTS * SAMPLES * response
     params = SamplingParams(max_tokens=response, ignore_eos=True)
     theirs = vllm.SamplingParams(
-        n=SAMPLES, temperature=1.0, max_tokens=response, ignore_eos=True, logprobs=0, detokenize=False
-    )
+        n=SAMPLES, temperature=1.0, max_tokens=response, ignore_eos=True, logprobs=0, detokenize=False,
+        output_kind=vllm.sampling_params.RequestOutputKind.FINAL_ONLY,
+    )  # fmt: skip
 
     def plain(seed: int) -> None:
-        prompts = [{"prompt_token_ids": list(r.prompt_ids)} for r in requests(vocab, seed)]
-        engine.vllm.llm.generate(prompts, theirs, use_tqdm=False)
+        """What `LLM.generate` does (which wants a tokenizer): queue everything, step until it is done."""
+        inner = engine.vllm.engine
+        for r in requests(vocab, seed):
+            inner.add_request(f"{seed}/{r.uid}", {"prompt_token_ids": list(r.prompt_ids)}, theirs)
+        while inner.has_unfinished_requests():
+            inner.step()
 
     def ours(seed: int) -> None:
         engine.generate(requests(vocab, seed), params, seed=0, step=seed)
@@ -189,10 +195,20 @@ def measure_swap(rollout: Rollout, vocab: int, runtime: Runtime) -> dict[str, An
     return {"rounds_ms": rounds}
 
 
+def draw_on_device(device: torch.device) -> None:
+    """Random weights of any values, fast: drawing them as every rank and world would takes a CPU minutes at 8B."""
+
+    def block(name: str, index: int, shape: Any, seed: int, std: float) -> torch.Tensor:
+        return torch.empty(*shape, device=device).normal_(0.0, std)
+
+    random_weights._block = block
+
+
 def main(out: Path, whats: list[str], overrides: list[str]) -> None:
     config = parse_arguments(["experiment=quickstart", "rollout=vllm", *overrides]).config()
     env = read_environment()
     runtime = start(config, plan_of(config, env), env)
+    draw_on_device(runtime.device)
     model = load_model_facts(config)
     actor = make_engine("actor", config, model, config.actor.engine, runtime, folder=model.folder)
     at = time.perf_counter()

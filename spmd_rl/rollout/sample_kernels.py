@@ -10,7 +10,6 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra import libdevice
 
 BLOCK = 2048
 
@@ -77,7 +76,8 @@ def _draw_kernel(  # type: ignore[no-untyped-def]
             u = (u + 0.5) * 2.3283064365386963e-10
             u = tl.where(u < 0, u + 1.0, u)
             u = tl.minimum(u, 1.0 - 5.9604644775390625e-08)
-            noisy = z - libdevice.log(-libdevice.log1p(-u))
+            series = u * (1.0 + u * (0.5 + u * (0.3333333333333333 + u * 0.25)))  # -log(1 - u) where u is small
+            noisy = z - tl.log(tl.where(u < 0.0009765625, series, -tl.log(1.0 - u)))
         better = mask & (noisy > best_B)
         best_B = tl.where(better, noisy, best_B)
         plain_B = tl.where(better, z, plain_B)

@@ -111,7 +111,7 @@ class Settings:
     packed: bool = False
     """CPU only: let vLLM pack the weights of linear layers for oneDNN; then they cannot be written in place."""
     more: Mapping[str, Any] | None = None
-    """Further arguments of vllm.LLM (rollout.engine_kwargs)."""
+    """Further arguments of vllm.EngineArgs (rollout.engine_kwargs)."""
 
 
 class Vllm:
@@ -119,7 +119,9 @@ class Vllm:
 
     def __init__(self, settings: Settings) -> None:
         _set_environment()
-        import vllm
+        from vllm.engine.arg_utils import EngineArgs
+        from vllm.usage.usage_lib import UsageContext
+        from vllm.v1.engine.llm_engine import LLMEngine
 
         if settings.device.type == "cpu":
             _keep_plain_weights(settings.packed)
@@ -132,6 +134,7 @@ class Vllm:
             "tensor_parallel_size": settings.infer_tp,
             "pipeline_parallel_size": settings.infer_pp,
             "distributed_executor_backend": "external_launcher",
+            "disable_log_stats": True,
             "max_model_len": settings.max_model_len,
             "gpu_memory_utilization": settings.gpu_memory_utilization,
             "enforce_eager": settings.enforce_eager or settings.device.type == "cpu",
@@ -143,8 +146,9 @@ class Vllm:
         if settings.device.type == "cpu":
             arguments["kv_cache_memory_bytes"] = 1 << 28
         with own_random_state():
-            self.llm = vllm.LLM(**{**arguments, **(settings.more or {})})
-        self.engine = self.llm.llm_engine
+            wanted = EngineArgs(**{**arguments, **(settings.more or {})})
+            # `LLM` itself wants a tokenizer; its batch sizes are those of its usage
+            self.engine = LLMEngine.from_engine_args(wanted, usage_context=UsageContext.LLM_CLASS)
         executor = self.engine.engine_core.engine_core.model_executor
         self.runner = executor.driver_worker.worker.model_runner
         self.device = settings.device
@@ -190,18 +194,18 @@ class Vllm:
 
     def reset_prefix_cache(self) -> None:
         """Forget all keys and values: they belong to other weights."""
-        self.llm.reset_prefix_cache()
+        self.engine.reset_prefix_cache()
 
     def reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load whole tensors through vLLM's own loaders, whatever they do with them."""
         with own_random_state():
-            self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
+            self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
 
     def sleep(self, level: int) -> None:
-        self.llm.sleep(level)
+        self.engine.sleep(level)
 
     def wake(self, tags: list[str]) -> None:
-        self.llm.wake_up(tags)
+        self.engine.wake_up(tags)
 
     def writable(self) -> str | None:
         """None when weights may be written in place; else why they may not."""
