@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from transformers import PretrainedConfig, PreTrainedTokenizerBase
+from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.config.roles import EngineConfig, OptimConfig
@@ -33,7 +33,7 @@ from spmd_rl.rollout.base import RolloutEngine
 from spmd_rl.rollout.transformers import ATTENTION, TransformersRollout
 from spmd_rl.runtime.bootstrap import Runtime, on_stop
 from spmd_rl.runtime.environment import as_pool
-from spmd_rl.weights.held import TensorSpec, specs_of
+from spmd_rl.weights.held import specs_of
 
 T = TypeVar("T")
 
@@ -177,12 +177,12 @@ def make_rollout_engine(config: Config, model: Model, runtime: Runtime) -> Rollo
     """An engine without weights: the first sync brings them."""
     lm = build_meta(model.hf_config, rollout_dtype(config, runtime), ATTENTION, config.model.trust_remote_code)
     if config.rollout.name == "vllm":
-        return _vllm(config, model, runtime, specs_of(lm))
+        return _vllm(config, model, runtime, lm)
     allocate(lm, runtime.device)
     return TransformersRollout(lm, model.eos_token_ids, config.rollout.max_batch_rows)
 
 
-def _vllm(config: Config, model: Model, runtime: Runtime, specs: list[TensorSpec]) -> RolloutEngine:
+def _vllm(config: Config, model: Model, runtime: Runtime, lm: PreTrainedModel) -> RolloutEngine:
     from spmd_rl.rollout.vllm import VllmRollout
     from spmd_rl.rollout.vllm_versions import Settings
 
@@ -191,7 +191,8 @@ def _vllm(config: Config, model: Model, runtime: Runtime, specs: list[TensorSpec
     sleep_level = rollout.sleep_level if shared else 0
     with TemporaryDirectory(prefix="spmd-rl-") as made:
         if model.folder is None:
-            model.hf_config.save_pretrained(made)
+            lm.config.architectures = [type(lm).__name__]  # without, vLLM takes it for a model that embeds
+            lm.config.save_pretrained(made)
         settings = Settings(
             folder=model.folder or Path(made),
             dtype=rollout_dtype(config, runtime),
@@ -210,7 +211,7 @@ def _vllm(config: Config, model: Model, runtime: Runtime, specs: list[TensorSpec
             more={k: v for k, v in rollout.engine_kwargs.items() if k != "packed"},
         )
         with as_pool(runtime.pool_rank, runtime.pool.size, runtime.device.index or 0):
-            engine = VllmRollout(settings, specs, model.eos_token_ids, sleep_level)
+            engine = VllmRollout(settings, specs_of(lm), model.eos_token_ids, sleep_level)
     on_stop(engine.close)
     return engine
 

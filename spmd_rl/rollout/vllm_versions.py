@@ -128,6 +128,7 @@ class Vllm:
         _tell_apart(settings.name)
         arguments: dict[str, Any] = {
             "model": str(settings.folder),
+            "runner": "generate",
             "skip_tokenizer_init": True,
             "load_format": "dummy",
             "dtype": str(settings.dtype).removeprefix("torch."),

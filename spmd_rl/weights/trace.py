@@ -34,6 +34,9 @@ def trace(load: Load, specs: Sequence[TensorSpec], parameters: Mapping[str, Tens
     return watch.found
 
 
+_SAME_VALUES = (torch.ops.aten._to_copy.default, torch.ops.aten.clone.default)
+
+
 class _Watch(TorchDispatchMode):
     def __init__(self, sources: Mapping[str, Tensor], parameters: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -45,8 +48,10 @@ class _Watch(TorchDispatchMode):
         if func is torch.ops.aten.copy_.default and self._ours(args[1]):
             self._note(args[0], args[1])
             return args[0]
-        if func is torch.ops.aten._to_copy.default and self._ours(args[0]):
-            return args[0].detach()  # to another device or dtype: the copy after it does that
+        if func in _SAME_VALUES and self._ours(args[0]):
+            return args[0].detach()  # another device, dtype or memory: the copy into the parameter does that
+        if args and self._ours(args[0]) and func._schema.is_mutable:
+            raise Untraceable(f"{self.names[_storage(args[0])][0]}: the loader computes {func} in it")
         out = func(*args, **(kwargs or {}))
         if isinstance(out, Tensor) and out.is_meta and not self._ours(out):
             touched = [self.names[_storage(a)][0] for a in args if isinstance(a, Tensor) and self._ours(a)]

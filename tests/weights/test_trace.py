@@ -27,10 +27,12 @@ class Fused(nn.Module):
             if name == "q":
                 if self.fault == "computed":
                     tensor = tensor * 2
+                if self.fault == "computed in place":
+                    tensor.narrow(0, 0, 1).mul_(2)
                 self.qk.data[:2].copy_(tensor.narrow(0, 2 * self.rank, 2))
             elif name == "k":
                 at = slice(2, 3) if self.fault != "overwritten" else slice(1, 2)
-                self.qk.data[at].copy_(tensor.chunk(2)[self.rank])
+                self.qk.data[at].copy_(tensor.chunk(2)[self.rank].clone().contiguous())
             elif name == "o":
                 mine = slice(2 * self.rank, 2 * self.rank + 2)
                 self.o.data.copy_(tensor.view(4, 6).t()[:, mine] if self.fault == "turned" else tensor[:, mine])
@@ -61,6 +63,7 @@ def test_fused_cut_and_padded_parameters(rank: int) -> None:
     ("fault", "said"),
     [
         ("computed", "q: the loader computes"),
+        ("computed in place", "q: the loader computes aten.mul_.* in it"),
         ("elsewhere", "head: the loader copies it into something that is no parameter"),
         ("turned", "o: the loader reads it with strides"),
     ],
