@@ -31,7 +31,7 @@ from spmd_rl.rollout.vllm import VllmRollout
 from spmd_rl.runtime.bootstrap import Runtime, start, stop
 from spmd_rl.runtime.environment import read_environment
 
-PROMPTS, SAMPLES, PROMPT, ROUNDS = 64, 8, 128, 5
+PROMPTS, SAMPLES, PROMPT, ROUNDS = 64, 8, 128, 4
 
 
 def timed(f: Callable[[], Any], runtime: Runtime, repeats: int = 10) -> dict[str, float]:
