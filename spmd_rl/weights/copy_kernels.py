@@ -23,7 +23,8 @@ _TYPES = {
 
 @dataclass
 class _Runs:
-    """Runs of one dtype pair, all 16-byte aligned or not; columns of int64: source, target, elements, place, pair."""
+    """Runs of one dtype pair; rows of int64: source, target, elements, place, pair. `aligned`: the first three are all
+    multiples of 16, which lets the compiler load and store 16 bytes at a time."""
 
     source: torch.dtype
     target: torch.dtype
@@ -87,8 +88,7 @@ def _tables(pairs: Sequence[tuple[Tensor, Tensor, int]], device: torch.device) -
     groups: dict[tuple[torch.dtype, torch.dtype, bool], list[Tensor]] = {}
     for target, source, pair in pairs:
         rows_5R = _rows(target, source, pair)
-        whole = 16 // min(target.element_size(), source.element_size())
-        aligned = bool(((rows_5R[0] % 16 == 0) & (rows_5R[1] % 16 == 0)).all()) and whole > 0
+        aligned = bool((rows_5R[:3] % 16 == 0).all())
         groups.setdefault((source.dtype, target.dtype, aligned), []).append(rows_5R)
     return [
         _Runs(source, target, aligned, torch.cat(rows, 1).contiguous().to(device))
@@ -150,6 +150,7 @@ def _copy_kernel(  # type: ignore[no-untyped-def]
     if ALIGNED:
         source = tl.multiple_of(source, 16)
         target = tl.multiple_of(target, 16)
+        elements = tl.multiple_of(elements, 16)
     total = tl.zeros((BLOCK,), dtype=tl.int32)
     for at in range(0, RUN, BLOCK):
         i = at + tl.arange(0, BLOCK)
