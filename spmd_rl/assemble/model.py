@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.config.roles import EngineConfig, OptimConfig
@@ -78,6 +79,11 @@ def load_model_facts(config: Config) -> Model:
             "(max_position_embeddings); lower one of them"
         )
     check_attention(hf_config, config.actor.engine.fsdp.ulysses_size)
+    if config.rollout.name == "vllm":
+        from spmd_rl.rollout.vllm_versions import check_installed
+
+        causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
+        check_installed(hf_config.architectures or [causal or hf_config.model_type])
     return Model(tokenizer, hf_config, folder, _eos(tokenizer, folder))
 
 
