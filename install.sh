@@ -43,7 +43,7 @@ for extra in ${extras//,/ }; do
 done
 [[ -n $missing ]] || exit 0
 
-echo "install.sh: installing spmd_rl[$extras] into .venv (1.5 GB; a few minutes at the first time)"
+echo "install.sh: installing spmd_rl[$extras] into .venv (1.5 GB, 4 GB with dev; a few minutes at the first time)"
 pip() { "$bin/python" -m pip --disable-pip-version-check "$@"; }
 
 # torch on a line of its own: with the others, pip might replace a CPU build that is there by one for CUDA.
