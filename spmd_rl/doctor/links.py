@@ -10,6 +10,7 @@ from torch.distributed import Store
 
 from spmd_rl.doctor.checks import GREEN, RED, YELLOW, Finding
 from spmd_rl.doctor.facts import Facts
+from spmd_rl.runtime.bootstrap import stop
 from spmd_rl.runtime.environment import LaunchEnvironment
 from spmd_rl.runtime.process_groups import start_pool
 
@@ -29,13 +30,13 @@ def measure(env: LaunchEnvironment, ranks: Sequence[Facts], store: Store, second
         if gpu:
             torch.cuda.set_device(device)
         start_pool(store, "doctor", env.rank, env.world_size, device, seconds)
-        found = [_sum(env, device), *_links(env, ranks, device)]
-        dist.destroy_process_group()
+        return [_sum(env, device), *_links(env, ranks, device)]
     except RuntimeError as error:
         why = str(error).strip().splitlines()[0]
         mend = "see the lines on host names and NICs; GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME pick an interface"
         return [Finding(RED, "links", f"rank {env.rank}", f"the ranks cannot talk: {why}", mend)]
-    return found
+    finally:
+        stop()
 
 
 def _index(env: LaunchEnvironment) -> int:
@@ -67,22 +68,22 @@ def _links(env: LaunchEnvironment, ranks: Sequence[Facts], device: torch.device)
     payload = torch.ones(size, dtype=torch.uint8, device=device)
     for at, (source, target, _) in enumerate(ways):
         if env.rank in (source, target):
-            rates[at] = size / _seconds(env.rank, source, target, payload) / 1e9 if env.rank == target else 0.0
+            rates[at] = size / _seconds(env.rank, source, payload, peer=source + target - env.rank) / 1e9
     dist.all_reduce(rates, op=dist.ReduceOp.MAX, group=dist.group.WORLD)
     return judge(ways, rates.tolist())
 
 
-def _seconds(rank: int, source: int, target: int, payload: torch.Tensor) -> float:
-    """The fastest of some rounds, there and a byte back."""
+def _seconds(rank: int, source: int, payload: torch.Tensor, peer: int) -> float:
+    """The fastest of some rounds, there and a byte back; both ends of the link take part."""
     best, answer = float("inf"), payload[:1].clone()
     for _ in range(ROUNDS):
         begun = time.perf_counter()
         if rank == source:
-            dist.send(payload, group_dst=target, group=dist.group.WORLD)
-            dist.recv(answer, group_src=target, group=dist.group.WORLD)
+            dist.send(payload, group_dst=peer, group=dist.group.WORLD)
+            dist.recv(answer, group_src=peer, group=dist.group.WORLD)
         else:
-            dist.recv(payload, group_src=source, group=dist.group.WORLD)
-            dist.send(answer, group_dst=source, group=dist.group.WORLD)
+            dist.recv(payload, group_src=peer, group=dist.group.WORLD)
+            dist.send(answer, group_dst=peer, group=dist.group.WORLD)
         if payload.is_cuda:
             torch.cuda.synchronize()
         best = min(best, time.perf_counter() - begun)

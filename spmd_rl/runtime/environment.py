@@ -24,8 +24,6 @@ class LaunchEnvironment:
     """False when no launcher started this process: a job of one rank."""
     node: str = ""
     """Which of its nodes the launcher says this is."""
-    restart: int = 0
-    """How often the launcher has started the job's ranks before."""
     launcher_holds_store: bool = False
     """The meeting point is the launcher's (torchrun's agent), else it is in the process of its rank 0."""
     nodes: tuple[Node, ...] = field(default=(), compare=False)
@@ -73,9 +71,8 @@ def read_environment() -> LaunchEnvironment:
         local = int(env.get("LOCAL_RANK", rank))
         local_world = int(env.get("LOCAL_WORLD_SIZE", world))
         node = env.get("GROUP_RANK", env.get("SLURM_NODEID", str(rank - local)))
-        restart = int(env.get("TORCHELASTIC_RESTART_COUNT", "0"))
         agents = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return LaunchEnvironment(rank, local, world, local_world, True, node, restart, agents)
+        return LaunchEnvironment(rank, local, world, local_world, True, node, agents)
     if "SLURM_PROCID" in env and int(env.get("SLURM_NTASKS", "1")) > 1:
         return _from_slurm()
     env.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(_free_port()))

@@ -9,6 +9,7 @@ seat of one that is missing.
 import json
 import os
 import socket
+import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
@@ -24,6 +25,8 @@ from spmd_rl.config import Config, ConfigError
 from spmd_rl.runtime.environment import LaunchEnvironment, meeting_point
 from spmd_rl.runtime.process_groups import job_store
 from spmd_rl.topology.cluster import Node, address_key
+
+SEE = "; see the ranks' logs, or run spmd-rl doctor through the same launcher"
 
 
 @dataclass(frozen=True)
@@ -81,13 +84,10 @@ def meet(config: Config, env: LaunchEnvironment, keeps_roster: bool) -> LaunchEn
     """
     folder = Path(config.trainer.output_dir)
     try:
-        store = _this_start(job_store(config.trainer.timeout_s), env)
+        store = _this_start(job_store(config.trainer.timeout_s), env, config.trainer.timeout_s)
     except dist.DistError as error:
         place, why = ":".join(map(str, meeting_point())), str(error).splitlines()[0].rstrip(".")
-        raise ConfigError(
-            f"the {env.world_size} ranks do not meet at {place}: {why}; see the ranks' logs, or run spmd-rl doctor "
-            "through the same launcher"
-        ) from error
+        raise ConfigError(f"the {env.world_size} ranks do not meet at {place}: {why}{SEE}") from error
     card = Card(host_address(meeting_point()), env.node, env.local_rank)
     reads = keeps_roster and env.local_rank == 0 and config.trainer.resume != "never"
     shown = {"card": asdict(card), "tag": env.tag, "saved": read_roster(folder) if reads else None}
@@ -110,7 +110,9 @@ def meet(config: Config, env: LaunchEnvironment, keeps_roster: bool) -> LaunchEn
 
 def _lead(store: Store, env: LaunchEnvironment, timeout_s: float) -> dict[str, Any]:
     """Done by one rank: read all cards, number them after the newest roster that any host has."""
-    shown = [json.loads(text) for text in _all_cards(store, env.world_size, timeout_s)]
+    cards = [f"card/{rank}" for rank in range(env.world_size)]
+    store.wait(cards, timedelta(seconds=timeout_s))
+    shown = [json.loads(text) for text in store.multi_get(cards)]
     saved: list[dict[str, Any]] = [s["saved"] for s in shown if s["saved"]]
     newest: dict[str, Any] = max(saved, key=lambda s: int(s["start"]), default={"start": 0, "seats": []})
     roster, start = number([Card(**s["card"]) for s in shown], newest["seats"]), newest["start"] + 1
@@ -118,25 +120,41 @@ def _lead(store: Store, env: LaunchEnvironment, timeout_s: float) -> dict[str, A
     return {**asdict(roster), "tags": tags, "start": start, "attempt": f"{start:03d}-{uuid.uuid4().hex[:6]}"}
 
 
-def _all_cards(store: Store, size: int, timeout_s: float) -> list[bytes]:
-    keys = [f"card/{rank}" for rank in range(size)]
+def _this_start(store: Store, env: LaunchEnvironment, timeout_s: float) -> Store:
+    """A part of the store that only the ranks of this start of the job write to: a launcher's store outlives them.
+
+    Nothing that the launcher says names a start (each of its agents counts its own restarts), so rank 0 thinks of a
+    name, and tells it to who answers: whoever said hello in an earlier start does not.
+    """
+    me, ends = uuid.uuid4().hex, time.monotonic() + timeout_s
+    store.set(f"hello/{env.rank}", me)
+    if env.rank == 0:
+        start = PrefixStore(f"start/{me}", store)
+        start.set("here/0", "")
+        _welcome(store, start, me, env.world_size, ends, timeout_s)
+        return start
     try:
-        store.wait(keys, timedelta(seconds=timeout_s))
+        store.wait([f"welcome/{me}"], timedelta(seconds=timeout_s))
     except RuntimeError as error:
-        missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
-        shown = ", ".join(map(str, missing[:16]))
-        raise ConfigError(
-            f"ranks {shown} of {size} did not come within trainer.timeout_s={timeout_s:g} s; see their logs, or run "
-            "spmd-rl doctor through the same launcher"
-        ) from error
-    return list(store.multi_get(keys))
+        raise ConfigError(f"rank 0 did not come within trainer.timeout_s={timeout_s:g} s{SEE}") from error
+    start = PrefixStore(f"start/{store.get(f'welcome/{me}').decode()}", store)
+    start.set(f"here/{env.rank}", "")
+    return start
 
 
-def _this_start(store: Store, env: LaunchEnvironment) -> Store:
-    """The part of the store that no earlier start of the job has written to: a launcher's store outlives its ranks."""
-    place = f"start/{env.restart}/{env.world_size}"
-    before = store.add(f"{place}/joined", 1) - 1
-    return PrefixStore(f"{place}/{before // env.world_size}", store)
+def _welcome(store: Store, start: Store, name: str, size: int, ends: float, timeout_s: float) -> None:
+    """Tell the start's name to who says hello, until all have answered."""
+    told: dict[int, bytes] = {}
+    missing = [rank for rank in range(size) if rank > 0]
+    while missing := [rank for rank in missing if not start.check([f"here/{rank}"])]:
+        for rank in missing:
+            if store.check([f"hello/{rank}"]) and told.get(rank) != (who := store.get(f"hello/{rank}")):
+                store.set(f"welcome/{who.decode()}", name)
+                told[rank] = who
+        if time.monotonic() > ends:
+            shown = ", ".join(map(str, missing[:16]))
+            raise ConfigError(f"ranks {shown} of {size} did not come within trainer.timeout_s={timeout_s:g} s{SEE}")
+        time.sleep(0.01)
 
 
 def host_address(towards: tuple[str, int]) -> str:

@@ -3,6 +3,7 @@
 import json
 import os
 import random
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from spmd_rl.config import ConfigError
 from spmd_rl.config.load import compose
 from spmd_rl.ranked import plan_of
 from spmd_rl.runtime import roster
-from spmd_rl.runtime.environment import read_environment
+from spmd_rl.runtime.environment import LaunchEnvironment, read_environment
 from spmd_rl.runtime.joining import joined
 from spmd_rl.runtime.roster import Card, number
 from tests.world import Worlds
@@ -114,7 +115,24 @@ def test_a_rank_that_does_not_come(worlds: Worlds, tmp_path: Path) -> None:
     said, _ = worlds[2].run(come_late, str(tmp_path))
     assert said.startswith("the 2 ranks do not meet at 127.0.0.1:")
     assert "1/2 clients joined; see the ranks' logs, or run spmd-rl doctor" in said
+
+
+def env_of(rank: int) -> LaunchEnvironment:
+    return LaunchEnvironment(rank, rank, 3, 3, launched=True)
+
+
+def test_a_store_that_has_seen_an_earlier_start() -> None:
+    """A launcher's store holds the hellos of ranks that are gone, of a start that perhaps never came about."""
     store = HashStore()
-    store.set("card/1", "{}")
-    with pytest.raises(ConfigError, match="ranks 0, 2 of 3 did not come within"):
-        roster._all_cards(store, 3, 1.0)
+    for rank in range(3):
+        store.set(f"hello/{rank}", f"gone {rank}")
+    for _ in range(2):
+        with ThreadPoolExecutor(3) as ranks:
+            found = list(ranks.map(lambda rank: roster._this_start(store, env_of(rank), 20.0), range(3)))
+        assert found[0].add("count", 1) == 1
+        assert found[1].add("count", 1) == 2
+        assert found[2].add("count", 1) == 3
+    with pytest.raises(ConfigError, match="ranks 1, 2 of 3 did not come within"):
+        roster._this_start(store, env_of(0), 0.5)
+    with pytest.raises(ConfigError, match="rank 0 did not come within"):
+        roster._this_start(store, env_of(1), 0.5)
