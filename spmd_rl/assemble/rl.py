@@ -153,7 +153,7 @@ def _rollout(
     sync = None
     if layout.pool != runtime.layout("actor").pool and runtime.plays("actor", "rollout"):
         engine = actor.engine if isinstance(actor, ModelRole) else None
-        sync = WeightSync(runtime, rollout_dtype(config, runtime), engine, rollout)
+        sync = WeightSync(runtime, rollout_dtype(config, runtime), config.rollout.verify_sync, engine, rollout)
     return rollout or Remote(("rollout",)), sync
 
 

@@ -1,6 +1,7 @@
 """Roles on pools of their own: the same run as with all of them on one pool, up to summation order."""
 
 import time
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -13,20 +14,32 @@ from tests.trainer.recording import REWARD, TINY, Record, record
 from tests.trainer.runs import steps_taken, with_trainer
 from tests.world import Worlds
 
-STEPS = 3
+STEPS = 2
+ENGINE = "{gradient_checkpointing: false, max_tokens_per_micro_batch: 512}"
 RUN = [
     "data.train_batch_size=6",
     "actor.ppo_mini_batch_size=3",
     "critic.ppo_mini_batch_size=2",
     "critic.optim={lr: 1e-3, eps: 1e-5}",
-    "critic.engine={gradient_checkpointing: false, max_tokens_per_micro_batch: 512}",
-    "ref.engine.max_tokens_per_micro_batch=512",
+    f"critic.engine={ENGINE}",
+    f"ref.engine={ENGINE}",
+    f"teacher.engine={ENGINE}",
+    f"reward.model.engine={ENGINE}",
     "actor.use_kl_loss=true",
     "actor.kl_loss_coef=0.1",
     "algorithm.adv_estimator=gae",
     "algorithm.use_kl_in_reward=true",
+    "reward.model.enable=true",
+    "reward.model.path=tiny-classifier",
+    "teacher.enable=true",
+    "teacher.path=tiny-digits",
+    "teacher.top_k=8",
+    "model.random_init=true",
+    "model.seed=3",
+    "ref.path=tiny-digits",
+    "critic.path=tiny-digits",
 ]
-"""PPO with a reference: every role that holds a model plays."""
+"""PPO with a reference, a reward model and a teacher: every role plays."""
 
 
 def apart(**pools: int) -> list[str]:
@@ -36,14 +49,14 @@ def apart(**pools: int) -> list[str]:
     return [*out, "trainer.schedule=sequential"] if "rollout" in pools else out
 
 
+ROLES = ("rollout", "ref", "critic", "reward", "teacher")
 APART: dict[str, tuple[int, list[str]]] = {
-    "rollout": (2, apart(rollout=1)),
-    "ref": (2, apart(ref=1)),
-    "critic": (2, apart(critic=1)),
+    **{role: (2, apart(**{role: 1})) for role in ROLES},
+    **{", ".join(three): (4, apart(**dict.fromkeys(three, 1))) for three in combinations(ROLES, 3)},
     "3 rollout": (4, apart(rollout=3)),
     "3 + 1 rollout": (4, apart(rollout=1)),
     "2 critic, ulysses": (4, [*apart(critic=2), "critic.engine.fsdp.ulysses_size=2"]),
-    "rollout, ref, critic": (4, apart(rollout=1, ref=1, critic=1)),
+    "ulysses + 2 teacher": (4, [*apart(teacher=2), "actor.engine.fsdp.ulysses_size=2"]),
 }
 
 
@@ -56,8 +69,14 @@ def together(worlds: Worlds) -> Record:
 @pytest.mark.parametrize("case", APART)
 def test_pools_change_nothing(worlds: Worlds, together: Record, case: str) -> None:
     size, overrides = APART[case]
-    ranks = worlds[size].run(record, [*RUN, *overrides], STEPS)
-    same_run(ranks[0], together)
+    same_run(worlds[size].run(record, [*RUN, *overrides], STEPS)[0], together)
+
+
+def test_every_role_has_a_say(together: Record) -> None:
+    for metrics in together.metrics:
+        for name in ("actor/kl_loss", "actor/teacher_kl_loss", "actor/reward_kl_penalty", "critic/vf_loss"):
+            assert abs(metrics[name]) > 1e-6, name
+        assert metrics["critic/score/max"] > metrics["critic/score/min"]
 
 
 LAGGED = [
@@ -154,8 +173,9 @@ def same_run(got: Record, expected: Record, steps: int = STEPS) -> None:
     """The same samples, and losses, gradients and metrics up to summation order."""
     assert len(got.rows) == len(expected.rows) == steps
     for step, (mine, theirs) in enumerate(zip(got.rows, expected.rows, strict=True), start=1):
-        for name in ("uid", "sample", "prompts", "responses", "score"):
+        for name in ("uid", "sample", "prompts", "responses"):
             assert mine[name] == theirs[name], f"step {step}: {name}"
+        assert mine["score"] == pytest.approx(theirs["score"], abs=1e-5)  # a reward model packs other rows together
         assert torch.allclose(mine["advantages"], theirs["advantages"], atol=1e-5)
     assert len(got.losses) == len(expected.losses) > 0
     assert got.losses == pytest.approx(expected.losses, rel=1e-4, abs=1e-6)
@@ -167,4 +187,4 @@ def same_run(got: Record, expected: Record, steps: int = STEPS) -> None:
     for mine, theirs in zip(got.metrics, expected.metrics, strict=True):
         known = {name: value for name, value in theirs.items() if name in mine}
         assert {name: mine[name] for name in known} == pytest.approx(known, rel=2e-4, abs=2e-5)
-        assert "actor/pg_loss" in known
+        assert {"actor/pg_loss", "critic/score/mean"} <= known.keys()
