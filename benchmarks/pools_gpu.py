@@ -45,7 +45,8 @@ RUNS = {
         "experiment=quickstart", "model.path=qwen3-0.6b", "model.shape=qwen3-0.6b", "model.random_init=true",
         "model.tokenizer=smollm2-135m-instruct", TEXT, "rollout.ignore_eos=true", "data.max_response_length=128",
         "data.train_batch_size=32", "actor.ppo_mini_batch_size=32", "rollout.n=8",
-        "actor.engine.max_tokens_per_micro_batch=16384", "actor.engine.fsdp.param_dtype=bfloat16", "trainer.total_training_steps=8",
+        "actor.engine.max_tokens_per_micro_batch=16384", "actor.engine.fsdp.param_dtype=bfloat16",
+        "trainer.total_training_steps=8",
     ],
     "cpu": [
         "experiment=tiny", "trainer.total_training_steps=6", "data.train_batch_size=32", "actor.ppo_mini_batch_size=32",
