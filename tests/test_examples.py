@@ -49,6 +49,25 @@ def test_the_command_runs(
         assert metrics["actor/ratio"] == pytest.approx(1.0, abs=1e-4)
 
 
+POOLS = {
+    "separated_rollout": ("critic/score/mean", "rollout_corr/rollout_is_mean"),
+    "reward_model": ("critic/score/mean",),
+    "teacher": ("actor/teacher_kl_loss",),
+}
+"""Script -> metrics that it is there for."""
+
+
+@pytest.mark.parametrize("name", POOLS)
+def test_roles_on_pools_of_their_own(name: str, worlds: Worlds, tmp_path: Path) -> None:
+    text = (EXAMPLES / f"{name}.sh").read_text().replace("\\\n", " ")
+    (command,) = re.findall(r'^spmd-rl train --nproc 2 (.*) "\$@"$', text, re.MULTILINE)
+    quick = ["trainer.total_training_steps=2", "data.val.task=null", "observe.trackers=[jsonl]"]
+    assert worlds[2].run(train.main, [*shlex.split(command), *quick, f"trainer.output_dir={tmp_path}"]) == [0, 0]
+    last: dict[str, Any] = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])
+    assert all(last[metric] != 0 for metric in POOLS[name])
+    assert last["trainer/idle_s/global"] > 0
+
+
 def test_every_example_has_a_command() -> None:
     assert {file for file, _ in COMMANDS} == {file.name for file in EXAMPLES.glob("*.py")}
     assert len(COMMANDS) >= 4

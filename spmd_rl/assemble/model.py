@@ -141,6 +141,19 @@ def make_critic(config: Config, model: Model, runtime: Runtime, total_steps: int
     return engine
 
 
+def make_classifier(config: Config, runtime: Runtime, path: str) -> Engine:
+    """A sequence classifier with one label, frozen. ConfigError where the folder has no such head."""
+    hf_config, folder = load_hf_config(config.model, path), resolve(path)
+    if not has_head(folder):
+        raise ConfigError(
+            f"reward.model.path={path} holds no tensor {HEAD}.weight, so it is no sequence classifier; for a causal LM "
+            "set reward.model.kind=judge"
+        )
+    model = ValueModel(build_meta(hf_config, trust_remote_code=config.model.trust_remote_code))
+    layout, engine = runtime.layout("reward"), config.reward.model.engine
+    return FsdpEngine(model, folder, layout, runtime, engine, ignore=IGNORED)
+
+
 def make_engine(
     role: str,
     config: Config,
@@ -152,6 +165,7 @@ def make_engine(
     optim: OptimConfig | None = None,
     total_steps: int = 1,
     temperature: float = 1.0,
+    top_k: int = 0,
 ) -> Engine:
     """A policy on its engine: on the meta device first, then each rank's slices."""
     lm = build_meta(model.hf_config, trust_remote_code=config.model.trust_remote_code)
@@ -170,6 +184,7 @@ def make_engine(
         total_steps=total_steps,
         temperature=temperature,
         seed=config.model.seed,
+        top_k=top_k,
     )
 
 

@@ -9,6 +9,7 @@ from spmd_rl.assemble.model import (
     Model,
     let_move,
     load_model_facts,
+    make_classifier,
     make_critic,
     make_engine,
     make_order,
@@ -16,17 +17,19 @@ from spmd_rl.assemble.model import (
     rollout_dtype,
     updates_a_step,
 )
-from spmd_rl.config import Config, ConfigError
+from spmd_rl.config import Config, ConfigError, ModelConfig
+from spmd_rl.config.roles import EngineConfig
 from spmd_rl.data.order import PromptOrder
 from spmd_rl.data.prompts import Prompt, Prompts
 from spmd_rl.data.rows import data_sources, is_set
 from spmd_rl.engines.base import Engine
-from spmd_rl.models.loading import resolve
+from spmd_rl.models.loading import load_hf_config, load_tokenizer, resolve
 from spmd_rl.observe.tracking import Trackers
 from spmd_rl.rewards.scorer import Scorer
 from spmd_rl.roles.model import ModelRole
 from spmd_rl.roles.residency import Residency
 from spmd_rl.roles.reward import Reward
+from spmd_rl.roles.reward_model import Questions, make_questions
 from spmd_rl.roles.rollout import Rollout
 from spmd_rl.roles.weight_sync import WeightSync
 from spmd_rl.runtime.bootstrap import Runtime
@@ -48,6 +51,8 @@ class Inputs:
     order: PromptOrder[Prompt]
     validation: Prompts | None
     scorer: Scorer
+    questions: Questions | None
+    """How a reward model is asked; None without one."""
     total_steps: int
 
     def facts(self, config: Config, runtime: Runtime) -> dict[str, str]:
@@ -81,7 +86,9 @@ def load_inputs(config: Config, plan: Plan, job_rank: int) -> Inputs:
         validation = Prompts.build(config.data, config.data.val, model.tokenizer, train_rows=train.rows)
     order: PromptOrder[Prompt]
     order, total = make_order(config, train)
-    return Inputs(model, order, validation, make_scorer(config, plan, job_rank, train, validation), total)
+    check_teacher(config, model)
+    scorer = make_scorer(config, plan, job_rank, train, validation)
+    return Inputs(model, order, validation, scorer, _questions(config), total)
 
 
 def check_choices(config: Config) -> None:
@@ -109,7 +116,7 @@ def build_roles(config: Config, inputs: Inputs, runtime: Runtime) -> Roles:
     """Every role of the plan on its pool, `Remote` elsewhere; in the end the user's own ones take their places."""
     residency, specs = Residency(), role_specs(config)
     models: dict[str, ModelRole | Remote] = {}
-    for name, make_model in (("actor", _actor), ("ref", _ref), ("critic", _critic)):
+    for name, make_model in MODELS.items():
         engine_config = specs[name].engine if name in specs else None
         if engine_config is None:
             continue
@@ -121,7 +128,8 @@ def build_roles(config: Config, inputs: Inputs, runtime: Runtime) -> Roles:
             models[name] = Remote((name,))
     rollout, sync = _rollout(config, inputs, runtime, models["actor"])
     roles = Roles(
-        **models,
+        **{"reward_model" if name == "reward" else name: model for name, model in models.items()},
+        questions=inputs.questions,
         rollout=rollout,
         reward=Reward(inputs.scorer, inputs.model.tokenizer),
         residency=residency,
@@ -145,7 +153,7 @@ def _rollout(
     sync = None
     if layout.pool != runtime.layout("actor").pool and runtime.plays("actor", "rollout"):
         engine = actor.engine if isinstance(actor, ModelRole) else None
-        sync = WeightSync(runtime, rollout_dtype(config, runtime), engine, rollout)
+        sync = WeightSync(runtime, rollout_dtype(config, runtime), config.rollout.verify_sync, engine, rollout)
     return rollout or Remote(("rollout",)), sync
 
 
@@ -177,9 +185,71 @@ def _critic(config: Config, inputs: Inputs, runtime: Runtime) -> Engine:
     return make_critic(config, inputs.model, runtime, inputs.total_steps * updates)
 
 
+def _reward(config: Config, inputs: Inputs, runtime: Runtime) -> Engine:
+    reward = config.reward.model
+    assert reward.path is not None, "checked while planning"
+    if reward.kind == "judge":
+        return _frozen("reward", config, inputs, runtime, reward.engine, reward.path)
+    return make_classifier(config, runtime, reward.path)
+
+
+def _teacher(config: Config, inputs: Inputs, runtime: Runtime) -> Engine:
+    teacher = config.teacher
+    assert teacher.path is not None, "checked while planning"
+    temperature = config.rollout.temperature or 1.0
+    return _frozen("teacher", config, inputs, runtime, teacher.engine, teacher.path, temperature, teacher.top_k)
+
+
+def _frozen(
+    role: str,
+    config: Config,
+    inputs: Inputs,
+    runtime: Runtime,
+    engine: EngineConfig,
+    path: str,
+    temperature: float = 1.0,
+    top_k: int = 0,
+) -> Engine:
+    """A causal LM of its own kind, which is only read."""
+    model = replace(inputs.model, hf_config=load_hf_config(config.model, path))
+    folder = resolve(path, trust_remote_code=config.model.trust_remote_code)
+    return make_engine(role, config, model, engine, runtime, folder=folder, temperature=temperature, top_k=top_k)
+
+
+MODELS: dict[str, Callable[[Config, Inputs, Runtime], Engine]] = {
+    "actor": _actor,
+    "ref": _ref,
+    "critic": _critic,
+    "teacher": _teacher,
+    "reward": _reward,
+}
+"""What makes the engine of each role that holds a model."""
+
+
+def _questions(config: Config) -> Questions | None:
+    """How the reward model is asked; its tokenizer is read. None without one."""
+    path = config.reward.model.path
+    if not config.reward.model.enable or path is None:
+        return None
+    return make_questions(config, load_tokenizer(ModelConfig(path=path)))
+
+
+def check_teacher(config: Config, model: Model) -> None:
+    """ConfigError when the teacher does not know the actor's tokens: it is asked about them by their ids."""
+    if not config.teacher.enable or config.teacher.path is None:
+        return
+    theirs, ours = load_hf_config(config.model, config.teacher.path).vocab_size, model.hf_config.vocab_size
+    vocabulary = load_tokenizer(ModelConfig(path=config.teacher.path)).get_vocab()
+    if vocabulary != model.tokenizer.get_vocab() or (config.teacher.top_k and theirs != ours):
+        raise ConfigError(
+            f"teacher.path={config.teacher.path} has another vocabulary ({theirs} tokens) than the actor ({ours}): it "
+            "would be asked about other words; use a teacher of the same family"
+        )
+
+
 def own_roles(config: Config) -> dict[str, Callable[[Any, Config, Runtime], Any]]:
     """`trainer.roles`: what makes each role of the user's own, from the built-in one."""
-    known = [f.name for f in fields(Roles) if f.name not in ("residency", "weight_sync")]
+    known = [f.name for f in fields(Roles) if f.name not in ("residency", "weight_sync", "questions")]
     wrong = [name for name in config.trainer.roles if name not in known]
     if wrong:
         raise ConfigError(f"trainer.roles.{wrong[0]}: there is no such role; use {', '.join(known)}")

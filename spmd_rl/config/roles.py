@@ -254,7 +254,16 @@ class RewardModelConfig:
     engine: EngineConfig = field(default_factory=EngineConfig)
     """How it is held."""
     path: str | None = None
-    """A sequence classifier's folder or hub id."""
+    """Its folder or hub id."""
+    kind: str = "classifier"
+    """classifier (a sequence classifier with one label: its score at the last token) | judge (a causal LM that is asked
+    about the reply: the probability of `answers[0]` against `answers[1]`)."""
+    weight: float = 1.0
+    """The score is the functions' sum plus this times the model's."""
+    question: str = "{prompt}\n\nReply: {reply}\n\nIs the reply correct? Answer Yes or No."
+    """judge: what it is asked; {prompt} is the prompt's last message, {reply} the text, {ground_truth} the answer."""
+    answers: list[str] = field(default_factory=lambda: ["Yes", "No"])
+    """judge: the good answer and the bad one."""
 
 
 @dataclass
@@ -294,3 +303,10 @@ class TeacherConfig:
     """How it is held."""
     path: str | None = None
     """Its folder or hub id."""
+    top_k: int = 0
+    """0: the reverse KL of the sampled tokens, as part of their advantages; k: of the teacher's k likeliest tokens and
+    all others together, in the loss; -1: of the whole vocabulary, in the loss."""
+    coef: float = 1.0
+    """Weight of that KL."""
+    reward_weight: float = 1.0
+    """Weight of the rewards' advantages beside it; 0 only distils."""

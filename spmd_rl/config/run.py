@@ -1,6 +1,6 @@
 """What a run needs besides its roles and its machines: the data, the algorithm, the loop and what is shown of it."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 
@@ -126,8 +126,8 @@ class KlCtrlConfig:
 class RolloutCorrectionConfig:
     """Correction for samples that another policy (or another precision) drew."""
 
-    rollout_is: str | None = None
-    """Importance weights: token | sequence | unset."""
+    rollout_is: str | None = "auto"
+    """Importance weights: token | sequence | null (none) | auto (token under one_step_off, else none)."""
     rollout_is_threshold: Any = 2.0
     """Upper truncation of the weights; `low_high` (as text) masks outside the band (IcePop)."""
     rollout_is_batch_normalize: bool = False
@@ -140,6 +140,13 @@ class RolloutCorrectionConfig:
     """Use the rollout's log-probs as the old ones (no old log-prob pass)."""
     loss_type: str = "ppo_clip"
     """In bypass mode: ppo_clip | reinforce."""
+
+    def under(self, schedule: str) -> "RolloutCorrectionConfig":
+        """The same with `auto` decided: samples of older weights are weighed, unless the ratio does it already."""
+        if self.rollout_is != "auto":
+            return self
+        stale = schedule == "one_step_off" and not self.bypass_mode
+        return replace(self, rollout_is="token" if stale else None)
 
 
 @dataclass
@@ -197,9 +204,10 @@ class TrainerConfig:
     mode: str = "rl"
     """rl | sft"""
     schedule: str = "colocated"
-    """colocated | sequential | one_step_off"""
+    """colocated (rollout and actor share a pool) | sequential (pools of their own, in turn) | one_step_off (the next
+    step is sampled while this one is trained on)."""
     staleness: int = 1
-    """one_step_off: steps between the sampling and the training of a batch."""
+    """one_step_off: how many steps the sampling is ahead of the training."""
     total_training_steps: int | None = None
     """Steps; unset means total_epochs."""
     total_epochs: int = 1

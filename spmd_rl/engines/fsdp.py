@@ -64,13 +64,14 @@ class FsdpEngine:
         seed: int = 0,
         fresh: Sequence[str] = (),
         ignore: Sequence[str] = (),
+        top_k: int = 0,
     ) -> None:
         """Shard `model` (on the meta device) over the layout's mesh, then read each rank's slices from `folder`.
 
-        `fresh`, `ignore`: see `materialise`.
+        `fresh`, `ignore`: see `materialise`. `top_k`: of a teacher, for its columns `top_ids` and `top_log_probs`.
         """
         self.config, self.layout, self.device = config, layout, runtime.device
-        self.temperature = temperature
+        self.temperature, self.top_k = temperature, top_k
         self.sp_group = runtime.groups.along(layout.batch, "sp")
         self.sp_rank = layout.batch.coords(runtime.pool_rank)["sp"]
         self.sp_size = layout.batch.axis_size("sp")
@@ -134,18 +135,20 @@ class FsdpEngine:
     def forward(self, batch: Batch, micro: Sequence[Sequence[int]], want: Sequence[str]) -> dict[str, Ragged]:
         self.model.eval()
         columns: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in want}
+        none: dict[str, Tensor] = {}  # of each column: what a rank without rows has
         with torch.no_grad():
             for rows in micro:
                 part = batch.select(rows)
                 outputs = self._outputs(part, want)
                 lengths = part["responses"].lengths.tolist()
                 for name in want:
-                    pieces = outputs[name].cpu().split(lengths)
-                    columns[name] += zip(rows, pieces, strict=True)
-        return {
-            name: Ragged.from_rows([piece for _, piece in sorted(pairs, key=lambda p: p[0])], torch.float32)
-            for name, pairs in columns.items()
-        }
+                    found = outputs[name].cpu()
+                    found = found.float() if found.is_floating_point() else found
+                    none[name] = found[:0]
+                    columns[name] += zip(rows, found.split(lengths) if rows else (), strict=True)
+        in_order = {name: [piece for _, piece in sorted(pairs, key=lambda p: p[0])] for name, pairs in columns.items()}
+        lengths_N = batch["responses"].lengths
+        return {name: Ragged(torch.cat([none[name], *pieces]), lengths_N) for name, pieces in in_order.items()}
 
     def train(self, batch: Batch, micro: Sequence[Sequence[int]], objective: Objective) -> StepResult:
         assert self.optimizer is not None, "a frozen engine cannot be trained"
@@ -190,11 +193,21 @@ class FsdpEngine:
             entropy="entropy" in want,
             sum_pi_squared="sum_pi_squared" in want,
             chunk=self.config.logprob_chunk_tokens,
+            **self._of_a_teacher(batch, want, mine),
         )
         if self.sp_size == 1 or not len(positions):
             return outputs
         counts = packing.counts(positions)
         return {name: gather_tokens(column, counts, self.sp_group) for name, column in outputs.items()}
+
+    def _of_a_teacher(self, batch: Batch, want: Sequence[str], mine: slice) -> dict[str, Any]:
+        """For a teacher: how many of its likeliest tokens to tell; for its student in training: those tokens."""
+        if "top_ids" in want:
+            return {"top_k": self.top_k}
+        if "teacher_ids" not in batch or "entropy" not in want or not len(batch):
+            return {}
+        ids, log_probs = (batch[name].values[mine].to(self.device) for name in ("teacher_ids", "teacher_top_log_probs"))
+        return {"teacher_ids": ids, "teacher_log_probs": log_probs}
 
     def _clip(self) -> float:
         """Scale the gradient to the clip norm; its global L2 norm before."""

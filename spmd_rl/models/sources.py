@@ -14,7 +14,7 @@ import torch
 
 from spmd_rl.config import ConfigError
 from spmd_rl.models.checkpoint import save_folder, weight_files
-from spmd_rl.models.tiny import make_tiny_digits, make_tiny_moe
+from spmd_rl.models.tiny import make_tiny_classifier, make_tiny_digits, make_tiny_moe
 
 HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 
@@ -114,6 +114,7 @@ def _smollm2_file() -> Path:
 
 BUILT_IN: dict[str, Callable[[Path], None]] = {
     "smollm2-135m-instruct": convert_smollm2,
+    "tiny-classifier": make_tiny_classifier,
     "tiny-digits": make_tiny_digits,
     "tiny-moe": make_tiny_moe,
 }

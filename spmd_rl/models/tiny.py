@@ -1,13 +1,17 @@
 """Models made from scratch in a second, the same everywhere: for tests and for looking around."""
 
 import string
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
+from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
 from transformers import GenerationConfig, LlamaConfig, PretrainedConfig, PreTrainedTokenizerFast, Qwen3MoeConfig
 
 from spmd_rl.models.checkpoint import save_folder
-from spmd_rl.models.random_weights import random_tensors
+from spmd_rl.models.random_weights import random_region, random_tensors
 
 PAD, START, END, UNKNOWN = "<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|unknown|>"
 ROLES = ["system", "user", "assistant"]
@@ -39,25 +43,33 @@ def character_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def _digits(**more: Any) -> LlamaConfig:
+    return LlamaConfig(
+        vocab_size=104,
+        hidden_size=64,
+        intermediate_size=192,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=1024,
+        tie_word_embeddings=True,
+        initializer_range=0.05,
+        pad_token_id=0,
+        bos_token_id=None,
+        eos_token_id=2,
+        **more,
+    )
+
+
 def make_tiny_digits(folder: Path) -> None:
     """A Llama of 2 layers, hidden size 64, 4 heads and 2 key-value heads (so that 2 divides all): 0.1 M parameters."""
-    _make(
-        folder,
-        LlamaConfig(
-            vocab_size=104,
-            hidden_size=64,
-            intermediate_size=192,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=1024,
-            tie_word_embeddings=True,
-            initializer_range=0.05,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=2,
-        ),
-    )
+    _make(folder, _digits())
+
+
+def make_tiny_classifier(folder: Path) -> None:
+    """The same decoder with a head of one label, as a reward model."""
+    head = random_region("score.weight", (1, 64), (slice(None), slice(None)), seed=0, std=0.2)
+    _make(folder, _digits(architectures=["LlamaForSequenceClassification"], num_labels=1), [("score.weight", head)])
 
 
 def make_tiny_moe(folder: Path) -> None:
@@ -84,11 +96,11 @@ def make_tiny_moe(folder: Path) -> None:
     )
 
 
-def _make(folder: Path, config: PretrainedConfig) -> None:
+def _make(folder: Path, config: PretrainedConfig, more: Iterable[tuple[str, Tensor]] = ()) -> None:
     save_folder(
         folder,
         config,
-        random_tensors(config, seed=0),
+        chain(random_tensors(config, seed=0), more),
         tokenizer=character_tokenizer(),
         generation_config=GenerationConfig(pad_token_id=0, eos_token_id=2),
         dtype=None,

@@ -13,6 +13,7 @@ PHASES: dict[str, frozenset[str]] = {
     "reward": frozenset({"reward.params"}),
     "old_log_prob": frozenset({"actor.params"}),
     "ref": frozenset({"ref.params"}),
+    "teacher": frozenset({"teacher.params"}),
     "values": frozenset({"critic.params"}),
     "adv": frozenset(),
     "update_critic": frozenset({"critic.params", "critic.optimizer"}),

@@ -4,7 +4,7 @@ from spmd_rl.config import Config
 from spmd_rl.config.roles import EngineConfig, MegatronConfig, OptimConfig
 from spmd_rl.topology.fold import divisors, one_of
 from spmd_rl.topology.phases import row_tokens
-from spmd_rl.topology.roles import RoleSpec, config_path
+from spmd_rl.topology.roles import RoleSpec, config_path, role_specs
 
 GROUP_ESTIMATORS = (
     "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gdpo", "reinforce_plus_plus_baseline",
@@ -77,6 +77,20 @@ def batch_warnings(config: Config) -> list[str]:
     return []
 
 
+def schedule_warnings(config: Config) -> list[str]:
+    """Pools that both stages of a step need, so that one waits for the other where they should overlap."""
+    if config.trainer.schedule != "one_step_off":
+        return []
+    specs = role_specs(config)
+    ahead = {specs[role].pool: role for role in ("rollout", "reward") if role in specs}
+    return [
+        f"{role} lives on pool {spec.pool!r} with {ahead[spec.pool]}: under trainer.schedule=one_step_off the training "
+        f"of a step waits there until the next one is sampled; give {role} another pool"
+        for role, spec in specs.items()
+        if role not in ("rollout", "reward") and spec.pool in ahead
+    ]
+
+
 def _rollout_mistakes(config: Config) -> list[str]:
     r, mistakes = config.rollout, []
     if r.name == "transformers":
@@ -114,13 +128,20 @@ def _reward_mistakes(config: Config) -> list[str]:
         )
     if r.model.enable and r.model.path is None:
         mistakes.append("reward.model.enable=true needs reward.model.path")
+    if r.model.enable and r.model.kind == "judge" and len(r.model.answers) != 2:
+        mistakes.append(f"reward.model.answers={list(r.model.answers)} must be two: the good answer and the bad one")
+    if config.teacher.enable and config.teacher.top_k and config.actor.engine.name != "fsdp":
+        mistakes.append(
+            f"teacher.top_k={config.teacher.top_k} needs actor.engine.name=fsdp, but it is {config.actor.engine.name}; "
+            "use teacher.top_k=0"
+        )
     if config.teacher.enable and config.teacher.path is None:
         mistakes.append("teacher.enable=true needs teacher.path")
     return mistakes
 
 
 def _correction_mistakes(config: Config) -> list[str]:
-    c, mistakes = config.algorithm.rollout_correction, []
+    c, mistakes = config.algorithm.rollout_correction.under(config.trainer.schedule), []
     wants = [name for name in ("rollout_is", "rollout_rs") if getattr(c, name)] + ["bypass_mode"] * c.bypass_mode
     if wants and not config.rollout.calculate_log_probs:
         mistakes.append(
@@ -139,6 +160,12 @@ def _schedule_mistakes(config: Config) -> list[str]:
         mistakes.append(
             f"trainer.schedule={t.schedule} needs the rollout on a pool of its own, but rollout.pool and actor.pool "
             f"are both {config.actor.pool!r}; add pools.rollout and set rollout.pool=rollout"
+        )
+    reward = config.reward.model
+    if t.schedule == "one_step_off" and not same and reward.enable and reward.pool == config.actor.pool:
+        mistakes.append(
+            f"trainer.schedule=one_step_off scores the next step while this one is trained on, but reward.model.pool "
+            f"and actor.pool are both {reward.pool!r}; set reward.model.pool={config.rollout.pool}, or give it its own"
         )
     if t.schedule != "one_step_off" and t.staleness != 1:
         mistakes.append(f"trainer.staleness={t.staleness} needs trainer.schedule=one_step_off, not {t.schedule}")

@@ -35,7 +35,9 @@ def step_phases(config: Config, roles: dict[str, RoleLayout]) -> list[Phase]:
     home = roles["actor"].pool
     if config.trainer.mode == "sft":
         return [Phase("prompts", None, home), Phase("update", "actor", home)]
-    one_update = updates_a_step(config) == 1
+    correction = config.algorithm.rollout_correction.under(config.trainer.schedule)
+    early = config.algorithm.use_kl_in_reward or correction.rollout_is or correction.rollout_rs
+    one_update = updates_a_step(config) == 1 and not early
     old = "one update a step: equal to the update's own" if one_update else ""
     if config.algorithm.rollout_correction.bypass_mode:
         old = "bypass mode: the rollout's log-probs stand in"

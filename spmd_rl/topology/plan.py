@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from spmd_rl.config import Config, ConfigError
-from spmd_rl.topology.batch_checks import batch_warnings
+from spmd_rl.topology.batch_checks import batch_warnings, schedule_warnings
 from spmd_rl.topology.checks import check, host_mistakes, locality_mistakes, memory_mistakes
 from spmd_rl.topology.cluster import Cluster, Pool
 from spmd_rl.topology.edges import ExchangeEdge, SyncEdge, exchange_edge, exchange_edges, sync_edge
@@ -13,6 +13,7 @@ from spmd_rl.topology.groups import ProcessGroups, process_groups
 from spmd_rl.topology.layout import RoleLayout
 from spmd_rl.topology.memory import PhaseMemory, memory, offloaded_bytes
 from spmd_rl.topology.phases import Phase, step_phases
+from spmd_rl.topology.pool_times import PoolTime, pool_times
 from spmd_rl.topology.pools import place_pools
 from spmd_rl.topology.roles import RoleSpec, role_specs
 from spmd_rl.topology.shape import ModelShape, config_shape
@@ -56,7 +57,7 @@ class Plan:
     @property
     def warnings(self) -> list[str]:
         """What can run but hardly does what is wanted, a sentence each."""
-        return batch_warnings(self.config)
+        return batch_warnings(self.config) + schedule_warnings(self.config)
 
     @property
     def world_size(self) -> int:
@@ -115,6 +116,11 @@ class Plan:
     def bounds(self) -> list[Bound]:
         """The least seconds of every phase and of the weight sync; empty when the shape is unknown."""
         return self._prices.bounds(self.traffic) if self.shape else []
+
+    @property
+    def pool_times(self) -> list[PoolTime]:
+        """How long each pool works and waits in a step, by the bounds; empty when the shape is unknown."""
+        return pool_times(self.config, self.phases, self.bounds, list(self.pools))
 
     @cached_property
     def _prices(self) -> TrafficModel:

@@ -45,11 +45,20 @@ def role_specs(config: Config) -> dict[str, RoleSpec]:
 
 
 def only_sampling(config: Config) -> Config:
-    """The config of a run that trains nothing (eval, generate): no reference, no critic, groups of any size."""
+    """The config of a run that trains nothing (eval, generate): the actor and the rollout on all ranks, no other model,
+    groups of any size."""
     algorithm = replace(config.algorithm, adv_estimator="reinforce_plus_plus", use_kl_in_reward=False)
     algorithm = replace(algorithm, filter_groups=replace(algorithm.filter_groups, enable=False))
-    actor = replace(config.actor, use_kl_loss=False)
-    return replace(config, actor=actor, algorithm=algorithm, trainer=replace(config.trainer, mode="rl"))
+    return replace(
+        config,
+        pools={},
+        actor=replace(config.actor, pool="global", use_kl_loss=False),
+        rollout=replace(config.rollout, pool="global"),
+        reward=replace(config.reward, model=replace(config.reward.model, enable=False)),
+        teacher=replace(config.teacher, enable=False),
+        algorithm=algorithm,
+        trainer=replace(config.trainer, mode="rl", schedule="colocated", staleness=1),
+    )
 
 
 def config_path(spec: RoleSpec) -> str:

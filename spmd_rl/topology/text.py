@@ -15,7 +15,8 @@ SHOWN = 16
 
 def plan_text(plan: Plan) -> str:
     """Pools, layouts, ranks, phases with memory, process groups, traffic."""
-    parts = [_head(plan), _pools(plan), _layouts(plan), _ranks(plan), _phases(plan), _groups(plan), _traffic(plan)]
+    parts = [_head(plan), _pools(plan), _layouts(plan), _ranks(plan), _phases(plan), _pool_times(plan), _groups(plan)]
+    parts.append(_traffic(plan))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -85,6 +86,18 @@ def _pools(plan: Plan) -> str:
         for pool in plan.pools.values()
     ]
     return "POOLS\n" + table(["pool", "ranks", "which", "hosts", "roles"], rows, right=(1, 3))
+
+
+def _pool_times(plan: Plan) -> str:
+    """Who idles; nothing to tell of one pool."""
+    if len(plan.pools) == 1 or not plan.pool_times:
+        return ""
+    rows = []
+    for time in plan.pool_times:
+        share = time.idle / (time.busy + time.idle) if time.idle else 0.0
+        rows.append([time.pool, seconds(time.busy), seconds(time.idle), f"{share:.0%}"])
+    note = "Made of the phases' lower bounds; a run measures trainer/idle_s/<pool>."
+    return "POOLS IN A STEP\n" + table(["pool", "busy", "waits", "of the step"], rows, right=(1, 2, 3)) + "\n" + note
 
 
 def _layouts(plan: Plan) -> str:

@@ -7,6 +7,7 @@ from spmd_rl.algorithms.correction import rollout_correction
 from spmd_rl.algorithms.masked import row_of
 from spmd_rl.algorithms.signature import offered
 from spmd_rl.config import Config
+from spmd_rl.config.run import RolloutCorrectionConfig
 from spmd_rl.data.batch import Ragged
 from spmd_rl.data.shard import Shard
 from spmd_rl.roles.model import ModelRole
@@ -18,9 +19,14 @@ def bypasses(config: Config) -> bool:
     return config.algorithm.rollout_correction.bypass_mode or config.actor.policy_loss.loss_mode == "bypass_mode"
 
 
+def correction_of(config: Config) -> RolloutCorrectionConfig:
+    """The settings under the run's schedule."""
+    return config.algorithm.rollout_correction.under(config.trainer.schedule)
+
+
 def corrects(config: Config) -> bool:
     """Whether weights or rejection are to be made here, from the old log-probs."""
-    correction = config.algorithm.rollout_correction
+    correction = correction_of(config)
     return not bypasses(config) and bool(correction.rollout_is or correction.rollout_rs)
 
 
@@ -37,7 +43,7 @@ def add_correction(shard: Shard, config: Config, actor: ModelRole) -> dict[str, 
         mask.values,
         row_of(mask.lengths),
         len(whole),
-        **offered(rollout_correction, vars(config.algorithm.rollout_correction)),
+        **offered(rollout_correction, vars(correction_of(config))),
     )
     rows = batch["row_id"]  # the whole batch is in row_id order, and row ids are 0..N-1
     batch["response_mask"] = Ragged(found.response_mask, mask.lengths).select(rows)

@@ -21,7 +21,7 @@ from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.runtime.remote import Remote, local
 from spmd_rl.trainer.finite import Guard
 from spmd_rl.trainer.objective import loss_scale, mini_batch_totals
-from spmd_rl.trainer.reshard import INPUTS, lend
+from spmd_rl.trainer.reshard import INPUTS, lend_shard
 
 
 def update_critic(
@@ -33,7 +33,7 @@ def update_critic(
     def mini_batches(rows: int) -> list[list[int]]:
         return consecutive(rows, prompts * config.rollout.n) * epochs
 
-    lent = lend(shard, "critic", [*INPUTS, "values", "returns"], mini_batches, config, runtime)
+    lent = lend_shard(shard, "critic", [*INPUTS, "values", "returns"], mini_batches, config, runtime)
     done = local(
         lambda part, model: [_update(config, model, part, m, guard) for m in range(part.mini_batches)], lent, critic
     )

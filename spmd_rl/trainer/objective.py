@@ -22,7 +22,7 @@ from spmd_rl.engines.base import Outputs, StepResult
 from spmd_rl.observe.metrics import Partial, Stat, mean, total
 from spmd_rl.roles.model import ModelRole, sum_over
 from spmd_rl.runtime.exchange import gather
-from spmd_rl.trainer.correction import bypasses
+from spmd_rl.trainer.correction import bypasses, correction_of
 from spmd_rl.trainer.finite import Guard
 
 
@@ -37,7 +37,7 @@ def loss_settings(config: Config) -> dict[str, Any]:
     settings = dict(vars(actor.policy_loss))
     for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"):
         settings[name] = getattr(actor, name)
-    return settings | vars(config.algorithm.rollout_correction)
+    return settings | vars(correction_of(config))
 
 
 def update_actor(config: Config, actor: ModelRole, shard: Shard, mini: int, guard: Guard) -> StepResult:
@@ -77,6 +77,12 @@ class PolicyObjective:
             kl = self._aggregate(kl_penalty(tokens.log_prob, reference, actor.kl_loss_type), tokens)
             loss = loss + actor.kl_loss_coef * kl
             partial["actor/kl_loss"] = total(kl.item())
+        if "teacher_kl" in outputs:
+            kl = self._aggregate(outputs["teacher_kl"], tokens)
+            loss = loss + self.config.teacher.coef * kl
+            partial["actor/teacher_kl_loss"] = total(kl.item())
+        elif "teacher_ids" in rows:
+            partial["actor/teacher_kl_loss"] = total(0.0)  # a rank without rows names the same metrics
         if "rollout_log_probs" in rows:
             gap = (tokens.log_prob.detach() - rows["rollout_log_probs"].values.to(tokens.log_prob.device)).abs()
             partial["training/rollout_log_prob_diff"] = token_mean(gap, tokens)

@@ -37,6 +37,7 @@ TIMED = {
     "reward": "reward",
     "old log-probs": "old_log_prob",
     "ref log-probs": "ref",
+    "teacher log-probs": "teacher",
     "values": "values",
     "advantages": "adv",
     "update": "update_actor",

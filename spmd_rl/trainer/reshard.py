@@ -7,6 +7,7 @@ The actor's pool is the batch's home. A rank of another pool holds a `Remote` in
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from spmd_rl.config import Config
@@ -16,7 +17,6 @@ from spmd_rl.data.order import epoch_order
 from spmd_rl.data.shard import Shard
 from spmd_rl.roles.model import ModelRole
 from spmd_rl.runtime.bootstrap import Runtime
-from spmd_rl.runtime.bridge import Bridge
 from spmd_rl.runtime.exchange import exchange, gather, with_columns
 from spmd_rl.runtime.remote import Remote, local
 from spmd_rl.topology.layout import RoleLayout
@@ -31,23 +31,27 @@ MiniBatches = Callable[[int], Sequence[Sequence[int]]]
 
 @dataclass(frozen=True)
 class Header:
-    """What everybody who has to do with a step's batch knows of it."""
+    """What everybody who has to do with some rows knows of all of them; the rows' ids are 0..N-1."""
 
     lengths: list[int]
     """[N] prompt + response tokens."""
     uids: Tensor
     """int64 [N]"""
+    owners: list[int]
+    """[N] which part of its holders' layout has the row."""
 
     @classmethod
-    def of(cls, batch: Batch | Remote, bridge: Bridge) -> "Header":
-        """Told to every member by those who hold rows; a row lives on one of them."""
-        whole = gather(local(_row_lengths, batch), ["row_id", "uid", "length"], bridge)
-        return cls(whole["length"].tolist(), whole["uid"])
+    def of(cls, held: Batch | Remote, source: str, target: str, runtime: Runtime) -> "Header":
+        """Told by the ranks of role `source` that hold rows; a row lives on one of them."""
+        said = local(lambda rows: _row_facts(rows, runtime.layout(source).dp_rank(runtime.pool_rank)), held)
+        whole = gather(said, ["row_id", "uid", "length", "owner"], runtime.bridge(source, target))
+        return cls(whole["length"].tolist(), whole["uid"], whole["owner"].tolist())
 
 
-def _row_lengths(batch: Batch) -> Batch:
+def _row_facts(batch: Batch, part: int) -> Batch:
     out = with_columns(batch, ["row_id", "uid"])
     out["length"] = batch["prompts"].lengths + batch["responses"].lengths
+    out["owner"] = torch.full((len(batch),), part)
     return out
 
 
@@ -57,7 +61,7 @@ def to_actor(batch: Batch | Remote, step: int, config: Config, runtime: Runtime)
     The header (row ids, uids, lengths of all rows) is gathered first; from it every rank computes the same assignment.
     Texts and other objects stay where they are: no later phase needs them.
     """
-    header = Header.of(batch, runtime.bridge("rollout", "actor"))
+    header = Header.of(batch, "rollout", "actor", runtime)
     layout = runtime.layout("actor")
     assignment = assign_rows(header.lengths, step, config, layout.dp_size)
     tensors = local(lambda rows: Batch(rows.rows, rows.ragged), batch)
@@ -85,32 +89,39 @@ def assign_rows(lengths: list[int], step: int, config: Config, dp_size: int) -> 
 
 
 def add_columns(
-    role: ModelRole | Remote,
-    name: str,
-    shard: Shard | Remote,
-    want: dict[str, str],
-    config: Config,
-    runtime: Runtime,
+    model: ModelRole | Remote, role: str, shard: Shard | Remote, want: dict[str, str], config: Config, runtime: Runtime
 ) -> None:
-    """Token columns of the shard's rows by the role `name`, whatever its layout and pool; written into the shard.
+    """Token columns of the shard's rows by a role, whatever its layout and pool; written into the shard.
 
     `want`: the column that the model makes -> its name in the batch. Called on the actor's pool and on the role's.
     """
-    if name == "actor":
-        lent = shard
+    if isinstance(shard, Shard) and isinstance(model, ModelRole) and stays(role, runtime):
+        found: Batch | Remote = _made(model, dealt_out(shard, role, all_at_once, config, runtime), want)
     else:
-        lent = lend(shard, name, INPUTS, all_at_once, config, runtime)
-    made = local(lambda part, model: _made(model, part, want), lent, role)
-    if isinstance(shard, Shard) and isinstance(lent, Shard) and lent.batch is shard.batch:
-        found = made
-    else:
-        found = take_back(made, lent, shard, name, runtime)
-    local(lambda here, columns: here.batch.ragged.update(columns.ragged), shard, found)
+        held = local(lambda there: _once(there.batch, INPUTS, "actor", runtime), shard)
+        found = ask(model, role, held, "actor", want, config, runtime)
+    local(lambda there, columns: there.batch.ragged.update(columns.ragged), shard, found)
 
 
-def all_at_once(rows: int) -> list[list[int]]:
-    """One mini-batch of all rows."""
-    return [list(range(rows))]
+def ask(
+    model: ModelRole | Remote,
+    role: str,
+    held: Batch | Remote,
+    source: str,
+    want: dict[str, str],
+    config: Config,
+    runtime: Runtime,
+) -> Batch | Remote:
+    """Token columns by a role for rows that the ranks of role `source` hold, one rank each; back on all of its ranks.
+
+    Called on both pools. Rows come back in `row_id` order, to every rank of the part that had them.
+    """
+    lent, header = lend(held, role, source, all_at_once, config, runtime)
+    made = local(lambda part, there: _made(there, part, want), lent, model)
+    made = local(lambda rows: _once(rows, ["row_id", *rows.ragged], role, runtime), made)
+    parts = range(runtime.layout(source).dp_size)
+    owned = [[row for row, owner in enumerate(header.owners) if owner == part] for part in parts]
+    return exchange(made, owned, runtime.edge(role, source), runtime.device)
 
 
 def _made(model: ModelRole, part: Shard, want: dict[str, str]) -> Batch:
@@ -118,7 +129,36 @@ def _made(model: ModelRole, part: Shard, want: dict[str, str]) -> Batch:
     return Batch(part.batch.rows, {want[column]: made for column, made in columns.items()})
 
 
+def stays(role: str, runtime: Runtime) -> bool:
+    """Whether a role works on the very rows that the actor has on each rank."""
+    home, layout = runtime.layout("actor"), runtime.layout(role)
+    return home.pool == layout.pool and home.batch == layout.batch
+
+
+def dealt_out(shard: Shard, role: str, mini_batches: MiniBatches, config: Config, runtime: Runtime) -> Shard:
+    """The shard in the mini-batches and micro-batches of a role that works on the same rows."""
+    if role == "actor":
+        return shard
+    layout, rows = runtime.layout(role), mini_batches(len(shard.lengths))
+    owner = shard.assignment.dp_of_row
+    return replace(shard, assignment=assign(shard.lengths, rows, layout.dp_size, _budget(role, config), owner=owner))
+
+
 def lend(
+    held: Batch | Remote, role: str, source: str, mini_batches: MiniBatches, config: Config, runtime: Runtime
+) -> tuple[Shard | Remote, Header]:
+    """Rows that the ranks of `source` hold, as `role` works on them: in its layout, mini-batches and micro-batches.
+
+    `Remote` outside of its pool. Called on both pools.
+    """
+    header, layout = Header.of(held, source, role, runtime), runtime.layout(role)
+    rows = mini_batches(len(header.lengths))
+    assignment = assign(header.lengths, rows, layout.dp_size, _budget(role, config))
+    mine = exchange(held, _parts(assignment, layout), runtime.edge(source, role), runtime.device)
+    return local(lambda batch: _shard(batch, assignment, layout, header, runtime), mine), header
+
+
+def lend_shard(
     shard: Shard | Remote,
     role: str,
     columns: Sequence[str],
@@ -126,46 +166,28 @@ def lend(
     config: Config,
     runtime: Runtime,
 ) -> Shard | Remote:
-    """The step's rows as `role` works on them: in its layout, its mini-batches and its micro-batches; `Remote`
-    outside of its pool.
+    """The step's rows as `role` works on them; where they do not stay, these columns of them move."""
+    if isinstance(shard, Shard) and stays(role, runtime):
+        return dealt_out(shard, role, mini_batches, config, runtime)
+    held = local(lambda there: _once(there.batch, columns, "actor", runtime), shard)
+    return lend(held, role, "actor", mini_batches, config, runtime)[0]
 
-    Rows move only when its batch is laid out otherwise than the actor's, or lies elsewhere; then `columns` of them do.
-    """
-    edge, home = runtime.edge("actor", role), runtime.layout("actor")
-    layout, engine = runtime.layout(role), role_specs(config)[role].engine
+
+def _budget(role: str, config: Config) -> int:
+    engine = role_specs(config)[role].engine
     assert engine is not None, f"role {role} has no engine"
-    stays = not edge.plan.crosses and layout.batch == home.batch
-    held = local(lambda here: _once(here.batch, columns, home, runtime), shard)
-    header = Header(shard.lengths, shard.uids) if isinstance(shard, Shard) else None
-    if edge.plan.crosses:
-        header = Header.of(held, edge.bridge)
-    assert header is not None, "inside a pool the shard is here"
-    owner = shard.assignment.dp_of_row if stays and isinstance(shard, Shard) else None
-    budget = engine.max_tokens_per_micro_batch
-    assignment = assign(header.lengths, mini_batches(len(header.lengths)), layout.dp_size, budget, owner=owner)
-    if stays and isinstance(shard, Shard):
-        return replace(shard, assignment=assignment)
-    mine = exchange(held, _parts(assignment, layout), edge, runtime.device)
-    return local(lambda rows: _shard(rows, assignment, layout, header, runtime), mine)
+    return engine.max_tokens_per_micro_batch
 
 
-def take_back(
-    made: Batch | Remote, lent: Shard | Remote, shard: Shard | Remote, role: str, runtime: Runtime
-) -> Batch | Remote:
-    """Columns that `role` has made of the rows lent to it, for the rows of the actor's shard."""
-    edge = runtime.edge(role, "actor")
-    part = local(lambda rows: _once(rows, ["row_id", *rows.ragged], runtime.layout(role), runtime), made)
-    owners = shard.assignment.dp_of_row if isinstance(shard, Shard) else []
-    owners = edge.bridge.say(owners, edge.plan.pools[1].ranks[0]) if edge.plan.crosses else owners
-    home = runtime.layout("actor")
-    parts = [[row for row, owner in enumerate(owners) if owner == dp] for dp in range(home.dp_size)]
-    return exchange(part, parts, edge, runtime.device)
+def all_at_once(rows: int) -> list[list[int]]:
+    """One mini-batch of all rows."""
+    return [list(range(rows))]
 
 
-def _once(batch: Batch, columns: Sequence[str], layout: RoleLayout, runtime: Runtime) -> Batch:
+def _once(batch: Batch, columns: Sequence[str], role: str, runtime: Runtime) -> Batch:
     """Some columns of the rows that this rank holds, none where another rank of the layout holds the same rows."""
     part = with_columns(batch, columns)
-    return part if layout.collects(runtime.pool_rank) else part.select([])
+    return part if runtime.layout(role).collects(runtime.pool_rank) else part.select([])
 
 
 def _parts(assignment: Assignment, layout: RoleLayout) -> list[list[int]]:

@@ -28,6 +28,7 @@ from spmd_rl.observe.tracking import Trackers
 from spmd_rl.roles.model import ModelRole
 from spmd_rl.roles.residency import Residency
 from spmd_rl.roles.reward import Reward
+from spmd_rl.roles.reward_model import Questions, add_scores, questions
 from spmd_rl.roles.rollout import Rollout
 from spmd_rl.roles.weight_sync import WeightSync
 from spmd_rl.runtime.bootstrap import Runtime
@@ -39,11 +40,12 @@ from spmd_rl.trainer.checkpoint import Checkpointer
 from spmd_rl.trainer.collect import Collect, Collected, groups_with_signal, one_round
 from spmd_rl.trainer.correction import add_correction, bypasses, corrects
 from spmd_rl.trainer.critic import update_critic, value_metrics
+from spmd_rl.trainer.distill import distil, distils_tokens, teacher_columns
 from spmd_rl.trainer.finite import Guard
 from spmd_rl.trainer.loop import Loop
 from spmd_rl.trainer.measure import sample_rows, step_metrics, update_metrics
 from spmd_rl.trainer.objective import update_actor
-from spmd_rl.trainer.reshard import add_columns, to_actor
+from spmd_rl.trainer.reshard import add_columns, ask, to_actor
 from spmd_rl.trainer.validation import scored, validate
 
 
@@ -57,6 +59,10 @@ class Roles:
     """The reward functions; they run where replies are sampled."""
     ref: ModelRole | Remote | None = None
     critic: ModelRole | Remote | None = None
+    teacher: ModelRole | Remote | None = None
+    reward_model: ModelRole | Remote | None = None
+    questions: Questions | None = None
+    """How the reward model is asked about a reply."""
     residency: Residency = field(default_factory=Residency)
     weight_sync: WeightSync | None = None
     """From the actor's pool to the rollout's; None where they share one, and the rollout helps itself."""
@@ -136,6 +142,7 @@ class Trainer(Loop):
         """Log-probs, values, advantages; then one optimizer step a mini-batch. The metrics that this rank knows."""
         self.old_log_probs(shard)
         self.ref_log_probs(shard)
+        self.teacher_log_probs(shard)
         self.values(shard)
         measured = self.advantages(shard)
         results = {"critic": self.update_critic(shard), "actor": self.update_actor(shard)}
@@ -164,13 +171,36 @@ class Trainer(Loop):
             guard.check(batch, ["rollout_log_probs"])
         return batch
 
+    def score(self, batch: Batch | Remote, prompts: Sequence[Prompt], n: int) -> Batch | Remote:
+        """The scores of this rank's replies: of the functions, and of the reward model where there is one."""
+        batch = self.score_by_functions(batch, prompts, n)
+        return self.score_by_model(batch, prompts, n) if self.roles.reward_model is not None else batch
+
     @on("rollout")
-    def score(self, batch: Batch | Remote, prompts: Sequence[Prompt], n: int) -> Batch:
-        """The scores of the functions for this rank's replies."""
+    def score_by_functions(self, batch: Batch | Remote, prompts: Sequence[Prompt], n: int) -> Batch:
+        """Where the replies are."""
         mine = prompts[here(self.roles.rollout).share(len(prompts))]
         with self.phase("reward") as guard:
             batch = self.roles.reward.score(here(batch), mine, n)
             guard.check(batch, ["score"])
+        return batch
+
+    @on("rollout", "reward")
+    def score_by_model(self, batch: Batch | Remote, prompts: Sequence[Prompt], n: int) -> Batch | Remote:
+        """Questions go to the reward model, and its answers come back."""
+        model, kind, reward = self.roles.reward_model, self.roles.questions, self.config.reward.model
+        assert model is not None, "called where there is a reward model"
+        assert kind is not None, "a reward model is asked questions"
+
+        def asked(rows: Batch) -> Batch:
+            mine = prompts[here(self.roles.rollout).share(len(prompts))]
+            return questions(rows, mine, n, kind, reward.engine.max_tokens_per_micro_batch)
+
+        with self.phase("reward") as guard:
+            held = local(asked, batch)
+            answers = ask(model, "reward", held, "rollout", {kind.column: kind.column}, self.config, self.runtime)
+            local(partial(add_scores, kind=kind, weight=reward.weight), batch, answers)
+            local(lambda rows: guard.check(rows, ["score"]), batch)
         return batch
 
     @on("actor")
@@ -187,13 +217,18 @@ class Trainer(Loop):
 
     def needs_old_log_probs(self, shard: Shard) -> bool:
         """One update a step makes them equal to the update's own; whoever reads them earlier needs them before that."""
-        early = self.config.algorithm.use_kl_in_reward or corrects(self.config)
+        early = self.config.algorithm.use_kl_in_reward or corrects(self.config) or distils_tokens(self.config)
         return shard.mini_batches > 1 or early or "old_log_probs" in self.estimator.needs
 
     @on("actor", "ref")
     def ref_log_probs(self, shard: Shard | Remote) -> None:
         """The frozen reference's log-probs, for a KL term."""
         self.columns("ref", "ref", shard, {"log_probs": "ref_log_probs"})
+
+    @on("actor", "teacher")
+    def teacher_log_probs(self, shard: Shard | Remote) -> None:
+        """What the teacher would have said, for distillation."""
+        self.columns("teacher", "teacher", shard, teacher_columns(self.config))
 
     @on("actor", "critic")
     def values(self, shard: Shard | Remote) -> None:
@@ -217,6 +252,7 @@ class Trainer(Loop):
             shard.metrics |= add_correction(shard, self.config, actor)
             batch["token_level_rewards"], measured = token_level_rewards(batch, algorithm, self.kl_ctrl.value)
             add_advantages(shard, self.estimator, algorithm, actor.dp_group, self.roles.reward.names)
+            measured |= distil(batch, self.config)
             guard.check(batch, ["token_level_rewards", "advantages", "returns"])
         return measured
 
@@ -261,7 +297,10 @@ class Trainer(Loop):
 
     def validation_round(self, prompts: Sequence[Prompt], names: Sequence[str]) -> Batch | Remote:
         """`rollout.val_n` replies to each prompt, scored; those columns of all of them, where they are looked at."""
-        return self.gathered(self.validation_replies(prompts), names)
+        batch = self.validation_replies(prompts)
+        if self.roles.reward_model is not None:
+            batch = self.score_by_model(batch, prompts, self.config.rollout.val_n)
+        return self.gathered(batch, names)
 
     @on("rollout")
     def validation_replies(self, prompts: Sequence[Prompt]) -> Batch:

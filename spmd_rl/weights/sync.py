@@ -49,9 +49,10 @@ class TableSync:
         device: torch.device,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
-        """`control` is a gloo group over the same ranks: over it they tell each other what they hold."""
+        """`control` is a gloo group over the same ranks: over it they tell each other what they hold. `specs`: the
+        tensors that together they hold (parts of) and want."""
         self.group, self.device = group, device
-        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+        self.rank, self.size = group.rank(), group.size()
         dtypes = tuple(h.view.dtype for h in targets)
         mine = Manifest(tuple(h.box for h in sources), tuple(h.box for h in targets), dtypes)
         everyone: list[Manifest] = [mine] * self.size

@@ -94,7 +94,7 @@ def test_every_shipped_shape_has_a_preset(shape: str, capsys: pytest.CaptureFixt
     assert preset.exists() or shape == "smollm2-135m"
 
 
-@pytest.mark.parametrize("name", ["fsdp8", "megatron_tp2_pp2_dp4"])
+@pytest.mark.parametrize("name", ["fsdp8", "megatron_tp2_pp2_dp4", "pools_uneven"])
 def test_the_pages_in_the_docs_are_what_the_tool_makes_now(name: str) -> None:
     spec = importlib.util.spec_from_file_location("make_plans", PLANS / "make.py")
     assert spec is not None
@@ -104,3 +104,4 @@ def test_the_pages_in_the_docs_are_what_the_tool_makes_now(name: str) -> None:
     text, html = make.render(name)
     assert (PLANS / f"{name}.md").read_text() == text
     assert (PLANS / f"{name}.html").read_text() == html
+    assert make.pools_page() == (PLANS.parent / "pools.md").read_text()

@@ -94,8 +94,8 @@ class _Recording(Trainer):
         return metrics
 
 
-def record(overrides: list[str], steps: int = 3, base: list[str] = TINY) -> Record:
-    """Run some steps on this world of ranks."""
+def record(overrides: list[str], steps: int = 3, base: list[str] = TINY, lag: int | None = None) -> Record:
+    """Run some steps on this world of ranks; with `lag` by the few lines of `lagging`, which know of one rank only."""
     config = compose([*base, f"trainer.total_training_steps={steps}", *overrides])
     env = read_environment()
     plan = plan_of(config, env)
@@ -108,8 +108,22 @@ def record(overrides: list[str], steps: int = 3, base: list[str] = TINY) -> Reco
             config, runtime, roles, inputs.order, None, Trackers([]), checkpointer, inputs.total_steps, {}
         )
         seen = trainer.watch()
-        trainer.run(None)
+        if lag is None:
+            trainer.run(None)
+        else:
+            lagging(trainer, steps, lag)
         return seen
     finally:
         inputs.scorer.close()
         stop()
+
+
+def lagging(trainer: Trainer, steps: int, lag: int) -> None:
+    """Step k is sampled with the weights after step k - 1 - lag: what a rollout that is `lag` steps ahead does."""
+    waiting: dict[int, Any] = {}
+    for step in range(1, steps + 1):
+        for ahead in range(step, min(step + lag, steps) + 1):
+            if ahead not in waiting:  # the first time several steps are sampled with the weights of the start
+                waiting[ahead] = trainer.deliver(trainer.produce(ahead), ahead)
+        trainer.consume(waiting[step])
+        trainer.done = step
