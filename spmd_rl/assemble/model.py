@@ -3,8 +3,10 @@
 import secrets
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -115,11 +117,34 @@ def updates_a_step(config: Config) -> int:
     return -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
 
 
+def megatron() -> ModuleType:
+    """The Megatron engine's module. Raises ConfigError when megatron-core is not installed."""
+    try:
+        return import_module("spmd_rl.engines.megatron.engine")
+    except ImportError as error:
+        raise ConfigError(
+            f"engine=megatron needs megatron-core ({error}): pip install megatron-core==0.16.1"
+        ) from error
+
+
 def make_critic(config: Config, model: Model, runtime: Runtime, total_steps: int) -> Engine:
     """The value model on its engine. A start without a value head (the actor's has none) gets one that says 0."""
     critic = config.critic
     hf_config = load_hf_config(config.model, critic.path) if critic.path else model.hf_config
     folder = resolve(critic.path) if critic.path else model.folder
+    if critic.engine.name == "megatron":
+        return megatron().MegatronEngine(
+            hf_config,
+            folder,
+            runtime.layout("critic"),
+            runtime,
+            critic.engine,
+            optim=critic.optim,
+            total_steps=total_steps,
+            seed=config.model.seed,
+            value_head=True,
+            fresh_head=not has_head(folder),
+        )
     value_model = ValueModel(build_meta(hf_config, trust_remote_code=config.model.trust_remote_code))
     if critic.engine.gradient_checkpointing:
         value_model.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -153,7 +178,19 @@ def make_engine(
     total_steps: int = 1,
     temperature: float = 1.0,
 ) -> Engine:
-    """A policy on its engine: on the meta device first, then each rank's slices."""
+    """A policy on its engine; each rank reads its own slices of the weights."""
+    if engine.name == "megatron":
+        return megatron().MegatronEngine(
+            model.hf_config,
+            folder,
+            runtime.layout(role),
+            runtime,
+            engine,
+            optim=optim,
+            total_steps=total_steps,
+            temperature=temperature,
+            seed=config.model.seed,
+        )
     lm = build_meta(model.hf_config, trust_remote_code=config.model.trust_remote_code)
     if config.model.lora.rank and optim is not None:
         lm = add_adapters(lm, config.model.lora)
@@ -175,7 +212,9 @@ def make_engine(
 
 def rollout_dtype(config: Config, runtime: Runtime) -> torch.dtype:
     """What the rollout's weights are held in."""
-    wanted = config.rollout.dtype if config.rollout.dtype != "auto" else config.actor.engine.fsdp.param_dtype
+    actor = config.actor.engine
+    trained = actor.megatron.param_dtype if actor.name == "megatron" else actor.fsdp.param_dtype
+    wanted = config.rollout.dtype if config.rollout.dtype != "auto" else trained
     return compute_dtype(wanted, runtime.device)
 
 
