@@ -1,5 +1,6 @@
 """Engines of either kind on this world of ranks, over tiny models of every family, for tests."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +16,9 @@ from spmd_rl.config.load import compose
 from spmd_rl.config.roles import OptimConfig
 from spmd_rl.data.batch import Batch, Ragged
 from spmd_rl.engines.base import Outputs
+from spmd_rl.engines.fsdp import FsdpEngine, full
 from spmd_rl.models.checkpoint import save_folder
+from spmd_rl.models.names import exports
 from spmd_rl.models.random_weights import random_tensors
 from spmd_rl.models.tiny import character_tokenizer
 from spmd_rl.observe.metrics import Partial, total
@@ -129,13 +132,21 @@ def whole(engine: Any) -> dict[str, Tensor]:
 
 
 def gradient_of(engine: Any) -> dict[str, Tensor]:
-    """The gradient that an optimizer step of rate 1 without memory would take away, by Hugging Face name: megatron-core
-    keeps it in flat buffers of which a rank has a part only."""
-    shares = engine.optimizer.shares
-    for share in shares:
-        share.master.sub_(share.gradient)
+    """The summed gradient by Hugging Face name. megatron-core keeps it in flat buffers of which a rank has a part only:
+    each part takes the place of the weights for a moment, so that these can be asked for."""
+    if isinstance(engine, FsdpEngine):
+        gradients = {n: p.grad for n, p in engine.model.named_parameters() if p.grad is not None}
+        found = {e.name: e.make([full(gradients[s]) for s in e.sources]).clone() for e in exports(engine.model)}
+        return found
+    masters = [share.master.clone() for share in engine.optimizer.shares]
+    for share in engine.optimizer.shares:
+        share.master.copy_(share.gradient)
     engine.optimizer.publish()
-    return whole(engine)
+    found = whole(engine)
+    for share, master in zip(engine.optimizer.shares, masters, strict=True):
+        share.master.copy_(master)
+    engine.optimizer.publish()
+    return found
 
 
 def one_update(folder: Path, overrides: Sequence[str], micro: list[list[int]] = MICRO) -> dict[str, Any]:
@@ -146,8 +157,8 @@ def one_update(folder: Path, overrides: Sequence[str], micro: list[list[int]] = 
         before = whole(engine)
         seen: dict[str, Any] = {}
 
-        def take(lr: float, scale: float) -> None:
-            seen["gradient"] = {n: before[n] - after for n, after in gradient_of(engine).items()}
+        def take(*_: Any) -> None:
+            seen["gradient"] = gradient_of(engine)
 
         engine.optimizer.step = take
         result = engine.train(rows, own, objective)
@@ -161,7 +172,15 @@ def one_update(folder: Path, overrides: Sequence[str], micro: list[list[int]] = 
             "row_id": rows["row_id"].tolist(),
             "columns": {name: [r.clone() for r in column.rows()] for name, column in columns.items()},
             "weights": before,
+            "megatron_has_globals": "megatron.core" in sys.modules and globals_of_megatron(),
         }
+
+
+def globals_of_megatron() -> bool:
+    """Whether somebody has set megatron-core's global process groups."""
+    from spmd_rl.runtime.mcore import parallel_state
+
+    return bool(parallel_state.is_initialized()) or parallel_state._TENSOR_MODEL_PARALLEL_GROUP is not None
 
 
 def times(use: Callable[[Any], Any], folder: Path, overrides: Sequence[str]) -> Any:
