@@ -29,6 +29,7 @@ from spmd_rl.models.loading import (
     resolve,
 )
 from spmd_rl.models.lora import add_adapters
+from spmd_rl.models.megatron_names import check_model
 from spmd_rl.models.policy import Policy
 from spmd_rl.models.value import HEAD, IGNORED, ValueModel, has_head
 from spmd_rl.roles.residency import Residency
@@ -36,6 +37,7 @@ from spmd_rl.rollout.base import RolloutEngine
 from spmd_rl.rollout.transformers import ATTENTION, TransformersRollout
 from spmd_rl.runtime.bootstrap import Runtime, on_stop
 from spmd_rl.runtime.environment import as_pool
+from spmd_rl.topology.roles import role_specs
 from spmd_rl.weights.held import specs_of
 
 T = TypeVar("T")
@@ -86,6 +88,9 @@ def load_model_facts(config: Config) -> Model:
 
         causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
         check_installed(hf_config.architectures or [causal or hf_config.model_type])
+    if "megatron" in {spec.engine.name for spec in role_specs(config).values() if spec.engine is not None}:
+        megatron()
+        check_model(hf_config)
     return Model(tokenizer, hf_config, folder, _eos(tokenizer, folder))
 
 

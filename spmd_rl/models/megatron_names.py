@@ -14,6 +14,9 @@ from functools import cached_property
 
 from transformers import PretrainedConfig
 
+from spmd_rl.config import ConfigError
+from spmd_rl.models.attention import check_attention
+
 EMBEDDING, HEAD, NORM = "embedding.word_embeddings.weight", "output_layer.weight", "decoder.final_layernorm.weight"
 VALUE_HEAD = "value_head.weight"
 EXPERTS = ("mlp.experts.weight1", "mlp.experts.weight2")
@@ -27,6 +30,21 @@ _WHOLE = {
     "mlp.router.weight": "mlp.gate.weight",
 }
 """Parameters of a layer that every rank of its stage holds whole."""
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+
+
+def check_model(hf_config: PretrainedConfig) -> None:
+    """Raise ConfigError when the Megatron engine cannot hold this model; names the field that forbids it."""
+    kind = hf_config.model_type
+    if kind not in FAMILIES:
+        raise ConfigError(f"engine=megatron knows {', '.join(FAMILIES)}, not {kind!r}; use engine=fsdp")
+    check_attention(hf_config)
+    forbidden = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "shared_expert_intermediate_size": 0}
+    for name, wanted in forbidden.items():
+        found = getattr(hf_config, name, None)
+        if found and found != wanted:
+            raise ConfigError(f"engine=megatron: {name}={found} of a {kind} model is not supported; use engine=fsdp")
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ saved under one layout is read under any other, without gathering anything.
 """
 
 from collections.abc import Iterable
-from itertools import groupby
 from typing import Any
 
 import torch
@@ -14,25 +13,26 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from spmd_rl.engines.megatron.weights import Box
+from spmd_rl.engines.megatron.weights import Part
+from spmd_rl.weights.held import Held
 
 
 class Boxes(Tensor):
     """A whole tensor's shape and type, without its memory, and this rank's boxes of it. Only for torch DCP."""
 
-    boxes: list[Box]
+    held: list[Held]
 
     @staticmethod
-    def __new__(cls, boxes: list[Box]) -> "Boxes":
-        first = boxes[0]
-        made = Tensor._make_wrapper_subclass(cls, first.shape, dtype=first.local.dtype, device=first.local.device)  # type: ignore[attr-defined]
-        made.boxes = boxes
+    def __new__(cls, held: list[Held], shape: tuple[int, ...]) -> "Boxes":
+        view = held[0].view
+        made = Tensor._make_wrapper_subclass(cls, shape, dtype=view.dtype, device=view.device)  # type: ignore[attr-defined]
+        made.held = held
         return made
 
-    def __init__(self, boxes: list[Box]) -> None: ...
+    def __init__(self, held: list[Held], shape: tuple[int, ...]) -> None: ...
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
-        return f"Boxes({self.boxes[0].name}, {len(self.boxes)} of {tuple(self.shape)})"
+        return f"Boxes({self.held[0].box.name}, {len(self.held)} of {tuple(self.shape)})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -42,28 +42,28 @@ class Boxes(Tensor):
 
     def __deepcopy__(self, memo: Any) -> "Boxes":
         """For saves in the background: a copy on the host of these boxes alone, not of the buffers they view."""
-        return Boxes(
-            [Box(b.name, b.shape, b.starts, b.sizes, b.local.detach().to("cpu", copy=True)) for b in self.boxes]
-        )
+        return Boxes([Held(h.box, h.view.to("cpu", copy=True)) for h in self.held], tuple(self.shape))
 
     def __create_write_items__(self, fqn: str, _: Any) -> list[WriteItem]:
         return [
             WriteItem(
                 MetadataIndex(fqn, chunk.offsets),
                 WriteItemType.SHARD,
-                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(box.local), self.size()),
+                tensor_data=TensorWriteData(chunk, TensorProperties.create_from_tensor(held.view), self.size()),
             )
-            for box, chunk in zip(self.boxes, self.__create_chunk_list__(), strict=True)
+            for held, chunk in zip(self.held, self.__create_chunk_list__(), strict=True)
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(box.starts), torch.Size(box.sizes)) for box in self.boxes]
+        return [ChunkStorageMetadata(torch.Size(h.box.start), torch.Size(h.box.size)) for h in self.held]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        return next(box.local for box in self.boxes if torch.Size(box.starts) == index.offset)
+        return next(h.view for h in self.held if torch.Size(h.box.start) == index.offset)
 
 
-def by_name(boxes: Iterable[Box]) -> dict[str, Boxes]:
-    """Name -> the boxes of that tensor."""
-    ordered = sorted(boxes, key=lambda box: box.name)
-    return {name: Boxes(list(found)) for name, found in groupby(ordered, key=lambda box: box.name)}
+def by_name(parts: Iterable[Part]) -> dict[str, Boxes]:
+    """Name -> what this rank holds of that tensor."""
+    found: dict[str, list[Part]] = {}
+    for part in parts:
+        found.setdefault(part.held.box.name, []).append(part)
+    return {name: Boxes([p.held for p in same], same[0].shape) for name, same in found.items()}

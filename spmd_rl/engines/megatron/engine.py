@@ -25,12 +25,14 @@ from spmd_rl.engines.megatron.model import Model
 from spmd_rl.engines.megatron.optimizer import ShardedAdam
 from spmd_rl.engines.megatron.outputs import TokenHead
 from spmd_rl.engines.megatron.schedule import Micro, run_schedule
-from spmd_rl.engines.megatron.settings import check_model, ddp_config
-from spmd_rl.engines.megatron.weights import Box, cut_of, fill, flat_boxes, local_boxes, whole_tensors
+from spmd_rl.engines.megatron.settings import ddp_config
+from spmd_rl.engines.megatron.weights import Part, cut_of, fill, flat_parts, local_parts, whole_tensors
 from spmd_rl.engines.schedule import learning_rate
+from spmd_rl.models.megatron_names import check_model
 from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.runtime.mcore import DistributedDataParallel
 from spmd_rl.topology.layout import RoleLayout
+from spmd_rl.weights.held import Held
 
 
 class MegatronEngine:
@@ -56,6 +58,8 @@ class MegatronEngine:
         self.config, self.layout, self.device, self.pool_rank = config, layout, runtime.device, runtime.pool_rank
         self.optim, self.total_steps, self.version = optim, total_steps, 0
         self.cut = cut_of(layout, runtime.pool_rank)
+        self._lie: list[int] = []
+        self._held: list[Held] | None = None
         dtype = compute_dtype(config.megatron.param_dtype, self.device)
         with on_device(self.device):
             groups = collection(layout, runtime.groups)
@@ -137,29 +141,33 @@ class MegatronEngine:
     def weights(self) -> Iterator[tuple[str, Tensor]]:
         yield from whole_tensors(self.model, self.layout, self.pool_rank)
 
-    def local_boxes(self) -> Iterator[Box]:
-        """The source side of a weight sync: every box of a Hugging Face tensor that this rank holds, as a view."""
-        yield from local_boxes(self.model, self.cut)
+    def held(self) -> list[Held] | None:
+        lie = [p.data_ptr() for chunk in self.model.chunks for p in chunk.parameters()]
+        if not all(lie):  # on the host
+            return None
+        if lie != self._lie:
+            self._lie, self._held = lie, [part.held for part in local_parts(self.model, self.cut)]
+        return self._held
 
     def state(self) -> dict[str, Any]:
         """Under Hugging Face names, whatever the layout: master weights in float32, AdamW's moments, steps made."""
         if self.optimizer is None:
-            return {"model": by_name(self.local_boxes())}
-        masters, moments = self._share_boxes()
+            return {"model": by_name(local_parts(self.model, self.cut))}
+        masters, moments = self._share_parts()
         steps = torch.tensor(self.optimizer.steps)
         return {"model": by_name(masters), "optimizer": {n: by_name(m) for n, m in moments.items()} | {"steps": steps}}
 
-    def _share_boxes(self) -> tuple[list[Box], dict[str, list[Box]]]:
+    def _share_parts(self) -> tuple[list[Part], dict[str, list[Part]]]:
         """(of the master weights, of each moment) that this rank has. The copy of a tied embedding is saved too, by
         the same name: what it holds is equal, and is read back into both."""
         assert self.optimizer is not None, "a frozen engine has no shares"
-        masters: list[Box] = []
-        moments: dict[str, list[Box]] = {"exp_avg": [], "exp_avg_sq": []}
+        masters: list[Part] = []
+        moments: dict[str, list[Part]] = {"exp_avg": [], "exp_avg_sq": []}
         for share in self.optimizer.shares:
             pieces = self.model.names.pieces(share.parameter, self.cut)
-            masters += flat_boxes(pieces, share.master.detach(), share.start)
+            masters += flat_parts(pieces, share.master.detach(), share.start)
             for name, values in self.optimizer.moments(share).items():
-                moments[name] += flat_boxes(pieces, values, share.start)
+                moments[name] += flat_parts(pieces, values, share.start)
         return masters, moments
 
     def load_state(self, state: dict[str, Any], version: int) -> None:

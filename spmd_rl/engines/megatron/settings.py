@@ -1,4 +1,4 @@
-"""From a Hugging Face config and a role's layout to megatron-core's configs; ConfigError for what has no place."""
+"""From a Hugging Face config and a role's layout to megatron-core's configs."""
 
 from typing import Any
 
@@ -6,27 +6,10 @@ import torch
 import torch.nn.functional as F
 from transformers import PretrainedConfig
 
-from spmd_rl.config import ConfigError
 from spmd_rl.config.roles import EngineConfig
-from spmd_rl.models.attention import check_attention
 from spmd_rl.models.megatron_names import MegatronNames
 from spmd_rl.runtime.mcore import DistributedDataParallelConfig, TransformerConfig
 from spmd_rl.topology.layout import RoleLayout
-
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
-
-
-def check_model(hf_config: PretrainedConfig) -> None:
-    """Raise ConfigError when the Megatron engine cannot hold this model; names the field that forbids it."""
-    kind = hf_config.model_type
-    if kind not in FAMILIES:
-        raise ConfigError(f"engine=megatron knows {', '.join(FAMILIES)}, not {kind!r}; use engine=fsdp")
-    check_attention(hf_config)
-    forbidden = {"attention_bias": False, "mlp_bias": False, "hidden_act": "silu", "shared_expert_intermediate_size": 0}
-    for name, wanted in forbidden.items():
-        found = getattr(hf_config, name, None)
-        if found and found != wanted:
-            raise ConfigError(f"engine=megatron: {name}={found} of a {kind} model is not supported; use engine=fsdp")
 
 
 def windows_of(hf_config: PretrainedConfig) -> list[int | None]:

@@ -1,7 +1,7 @@
 """Weights in and out of a Megatron model under their Hugging Face names, a parameter at a time.
 
-In: each rank reads the boxes that it holds from the folder's mapped files. Out: either `local_boxes`, the boxes as data
-(what a weight sync starts from), or `whole_tensors`, gathered over the ranks that together hold one copy of the model.
+In: each rank reads the boxes that it holds from the folder's mapped files. Out: either `local_parts`, what this rank
+holds (a weight sync starts from it), or `whole_tensors`, gathered over the ranks that together hold one copy.
 """
 
 import re
@@ -20,19 +20,15 @@ from spmd_rl.models.checkpoint import Checkpoint
 from spmd_rl.models.megatron_names import VALUE_HEAD, Cut, MegatronNames, Parameter, Piece, fused_source
 from spmd_rl.models.random_weights import random_region
 from spmd_rl.topology.layout import Layout, RoleLayout
+from spmd_rl.weights.held import Box, Held
 
 
 @dataclass(frozen=True)
-class Box:
-    """A part of a checkpoint's tensor that this rank holds."""
+class Part:
+    """A box of a checkpoint's tensor that this rank holds, and the whole tensor's shape."""
 
-    name: str
+    held: Held
     shape: tuple[int, ...]
-    """Of the whole tensor."""
-    starts: tuple[int, ...]
-    sizes: tuple[int, ...]
-    local: Tensor
-    """The part itself: a view of a parameter, of `sizes`."""
 
 
 def cut_of(layout: RoleLayout, pool_rank: int) -> Cut:
@@ -52,16 +48,16 @@ def local_parameters(model: Model) -> Iterator[tuple[Parameter, nn.Parameter]]:
     assert not left, f"parameters that the table does not know: {left}"
 
 
-def local_boxes(model: Model, cut: Cut) -> Iterator[Box]:
-    """Every box of the checkpoint that this rank holds, as views of its parameters; the copy of a tied embedding is
-    left out. Ranks that differ in dp or cp alone hold the same boxes."""
+def local_parts(model: Model, cut: Cut) -> Iterator[Part]:
+    """Every part of the checkpoint that this rank holds, as views of its parameters; the copy of a tied embedding is
+    left out. Ranks that differ in dp or cp alone hold the same."""
     for parameter, tensor in local_parameters(model):
         if not model.names.is_copy(parameter):
-            yield from flat_boxes(model.names.pieces(parameter, cut), tensor.detach().view(-1), 0)
+            yield from flat_parts(model.names.pieces(parameter, cut), tensor.detach().view(-1), 0)
 
 
-def flat_boxes(pieces: Sequence[Piece], values: Tensor, start: int) -> Iterator[Box]:
-    """The boxes that `values`, the elements from `start` on of a flattened parameter, are: views of it, in order.
+def flat_parts(pieces: Sequence[Piece], values: Tensor, start: int) -> Iterator[Part]:
+    """The parts that `values`, the elements from `start` on of a flattened parameter, are: views of it, in order.
 
     Each piece is an interval of the flattened parameter, and they follow each other.
     """
@@ -71,7 +67,7 @@ def flat_boxes(pieces: Sequence[Piece], values: Tensor, start: int) -> Iterator[
         for low, high, starts, sizes in rectangles(piece.sizes, max(start - at, 0), min(stop - at, size)):
             place = tuple(a + b for a, b in zip(piece.starts, starts, strict=True))
             local = values[at + low - start : at + high - start].view(sizes)
-            yield Box(piece.name, piece.shape, place, sizes, local)
+            yield Part(Held(Box(piece.name, place, sizes), local), piece.shape)
         at += size
 
 
