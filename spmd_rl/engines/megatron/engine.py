@@ -70,6 +70,7 @@ class MegatronEngine:
             self.chunks: list[Any] = list(self.model.chunks)
             self.optimizer = self._wrap(optim, runtime) if optim is not None else None
         self.memory = Memory(self.chunks, self.optimizer)
+        self.memory.gradients(wanted=False)
         self.head = TokenHead(self.model, temperature, config.logprob_chunk_tokens)
         if optim is None:
             for chunk in self.chunks:
@@ -113,6 +114,7 @@ class MegatronEngine:
         parts = [Micro.of(batch.select(rows), self.model) for rows in micro]
         with on_device(self.device):
             load_metrics(self.model, self.layout.role)  # counts from here on
+            self.memory.gradients(wanted=True)
             for chunk in self.chunks:
                 chunk.train()
                 chunk.zero_grad_buffer()
@@ -125,6 +127,7 @@ class MegatronEngine:
             result.skipped = not torch.isfinite(torch.tensor(result.grad_norm)).item()
             if not result.skipped:
                 self.optimizer.step(result.lr, self._clip_scale(result.grad_norm))
+            self.memory.gradients(wanted=False)
         self.version += 1
         return result
 

@@ -1,4 +1,4 @@
-"""Parameters and optimizer leave the device and come back in place: views into the buffers stay what they are."""
+"""Parameters, optimizer and gradients leave the device and come back in place: views into buffers stay views."""
 
 from collections.abc import Iterable
 
@@ -15,40 +15,38 @@ class Memory:
 
     def __init__(self, chunks: list[nn.Module], optimizer: ShardedAdam | None) -> None:
         self.chunks, self.optimizer = chunks, optimizer
-        self._away: dict[int, tuple[Storage, Storage | None, int]] = {}
+        self._away: dict[int, tuple[Storage | None, int]] = {}
 
     def move(self, piece: str, to_host: bool) -> int:
-        """Move `params`, or `optimizer` (master weights, moments and gradients); bytes moved.
+        """Move `params`, or `optimizer` (master weights and moments); bytes moved."""
+        assert piece in ("params", "optimizer"), piece
+        moving = _distinct([p.data for p in self._parameters()] if piece == "params" else self._states())
+        return sum(self._leave(s, keep=True) if to_host else self._come_back(s) for s in moving)
 
-        Gradients are let go and come back as noughts: an update starts from those.
-        """
-        if piece == "params":
-            kept, dropped = [p.data for p in self._parameters()], list[Tensor]()
-        else:
-            assert piece == "optimizer", piece
-            kept, dropped = self._states(), self._gradients()
-        if to_host:
-            return sum(self._leave(s, keep=True) for s in _distinct(kept)) + sum(
-                self._leave(s, keep=False) for s in _distinct(dropped)
-            )
-        return sum(self._come_back(s) for s in [*_distinct(kept), *_distinct(dropped)])
+    def gradients(self, wanted: bool) -> None:
+        """Have gradient buffers, full of noughts, or none: between updates nobody needs them."""
+        for storage in _distinct(p.main_grad for p in self._parameters() if hasattr(p, "main_grad")):  # type: ignore[misc]
+            if wanted:
+                self._come_back(storage)
+            else:
+                self._leave(storage, keep=False)
 
     def _leave(self, storage: Storage, keep: bool) -> int:
         size = storage.nbytes()
-        if id_of(storage) in self._away or not size:
+        if not size:
             return 0
         copy = None
         if keep:
             copy = Storage(size).pin_memory() if storage.device.type == "cuda" else Storage(size)
             copy.copy_(storage)
-        self._away[id_of(storage)] = (storage, copy, size)
+        self._away[storage._cdata] = (copy, size)
         storage.resize_(0)
         return size
 
     def _come_back(self, storage: Storage) -> int:
-        if id_of(storage) not in self._away:
+        if storage._cdata not in self._away:
             return 0
-        _, copy, size = self._away.pop(id_of(storage))
+        copy, size = self._away.pop(storage._cdata)
         storage.resize_(size)
         if copy is None:
             torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
@@ -63,17 +61,8 @@ class Memory:
         if self.optimizer is None:
             return []
         masters = [s.master for s in self.optimizer.shares if s.master.dtype != s.tensor.dtype]
-        moments = [m for state in self.optimizer.adam.state.values() for m in state.values() if m.ndim]
-        return [*masters, *moments]
-
-    def _gradients(self) -> list[Tensor]:
-        return [p.main_grad for p in self._parameters() if hasattr(p, "main_grad")]  # type: ignore[misc]
-
-
-def id_of(storage: Storage) -> int:
-    """One number for a storage, however many objects stand for it."""
-    return int(storage._cdata)
+        return [*masters, *(m for state in self.optimizer.adam.state.values() for m in state.values() if m.ndim)]
 
 
 def _distinct(tensors: Iterable[Tensor]) -> list[Storage]:
-    return list({id_of(s): s for s in (t.untyped_storage() for t in tensors)}.values())
+    return list({s._cdata: s for s in (t.untyped_storage() for t in tensors)}.values())

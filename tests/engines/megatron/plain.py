@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from spmd_rl.models.checkpoint import Checkpoint
 from spmd_rl.models.names import exports
@@ -25,8 +25,9 @@ class Plain:
 
 
 def plain_transformers(folder: Path) -> Plain:
-    """The objective of `ranks` in float64, on the model of `folder`."""
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+    """The objective of `ranks` in float64 (experts: float32, all that transformers' products of theirs can do)."""
+    dtype = torch.float32 if "moe" in AutoConfig.from_pretrained(folder).model_type else torch.float64
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="eager")
     rows = batch()
     triples = zip(rows["prompts"].rows(), rows["responses"].rows(), rows["weights"].rows(), strict=True)
     columns: dict[str, list[Tensor]] = {"log_probs": [], "entropy": [], "sum_pi_squared": []}
@@ -39,9 +40,9 @@ def plain_transformers(folder: Path) -> Plain:
         loss = (weights * chosen).sum() + 0.1 * entropy.square().sum()
         loss.backward()
         total += loss.item()
-        columns["log_probs"].append(chosen.detach())
-        columns["entropy"].append(entropy.detach())
-        columns["sum_pi_squared"].append(every.exp().square().sum(-1).detach())
+        columns["log_probs"].append(chosen.detach().double())
+        columns["entropy"].append(entropy.detach().double())
+        columns["sum_pi_squared"].append(every.exp().square().sum(-1).detach().double())
     parameters = dict(model.named_parameters())
     gradient = {e.name: e.make([parameters[s].grad for s in e.sources]) for e in exports(model)}  # type: ignore[misc]
     checkpoint = Checkpoint(folder)
