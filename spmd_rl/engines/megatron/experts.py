@@ -40,7 +40,7 @@ class Experts(nn.Module):
 
 def _product(x_NK: Tensor, weight_EMK: Tensor, counts: list[int]) -> Tensor:
     """Each token times its expert's matrix: [N, M]."""
-    if x_NK.is_cuda and x_NK.dtype == torch.bfloat16:
+    if x_NK.is_cuda and x_NK.dtype == torch.bfloat16 and len(x_NK):
         ends = torch.tensor(counts, dtype=torch.int32).cumsum(0, dtype=torch.int32).to(x_NK.device)
         return torch._grouped_mm(x_NK, weight_EMK.transpose(1, 2), offs=ends)
     parts = [part @ w.T for part, w in zip(x_NK.split(counts), weight_EMK, strict=True)]

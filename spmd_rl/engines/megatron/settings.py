@@ -78,7 +78,7 @@ def _pipeline_fields(pp: int, vpp: int | None) -> dict[str, Any]:
     gloo with outputs that are let go while they are still being sent."""
     if pp == 1:
         return {}
-    fields: dict[str, Any] = {"variable_seq_lengths": True, "batch_p2p_sync": False}
+    fields: dict[str, Any] = {"variable_seq_lengths": True}
     if vpp is not None:
         fields |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     return fields | {"deallocate_pipeline_outputs": vpp is None and torch.cuda.is_available()}

@@ -6,10 +6,15 @@ from typing import Any
 import pytest
 import torch
 
+from spmd_rl.config.load import save_config
 from spmd_rl.config.run import CheckpointConfig
+from spmd_rl.export import export
+from spmd_rl.models.checkpoint import Checkpoint
 from spmd_rl.trainer.checkpoint import Checkpointer
+from spmd_rl.trainer.trainer import Trainer
 from tests.engines.megatron.conftest import Families
 from tests.engines.megatron.ranks import M, actor, mine, objective, whole
+from tests.trainer.runs import with_trainer
 from tests.world import Worlds
 
 OPTIM = {"lr": 1e-2, "eps": 1e-4, "clip_grad": 1.0}
@@ -27,7 +32,7 @@ def save(folder: Path, sizes: list[str], place: Path, background: bool) -> Any:
         rows, micro = mine(engine)
         for _ in range(2):
             engine.train(rows, micro, objective)
-        checkpointer = Checkpointer(place, CheckpointConfig(async_save=background), runtime.control)
+        checkpointer = Checkpointer(place, CheckpointConfig(async_save=background), runtime)
         checkpointer.save(2, {"actor": engine.state()}, {"versions": {"actor": engine.version}})
         then = whole(engine)
         engine.train(rows, micro, objective)
@@ -40,7 +45,7 @@ def resume(folder: Path, sizes: list[str], place: Path) -> Any:
     with actor(folder, ["engine=megatron", *(f"{M}.{s}" for s in sizes)], OPTIM) as (engine, runtime):
         rows, micro = mine(engine)
         tensors = {"actor": engine.state()}
-        checkpointer = Checkpointer(place, CheckpointConfig(), runtime.control)
+        checkpointer = Checkpointer(place, CheckpointConfig(), runtime)
         state = checkpointer.load(place / "checkpoints" / "step_000002", tensors)
         engine.load_state(tensors["actor"], state["versions"]["actor"])
         then = whole(engine)
@@ -65,3 +70,24 @@ def test_saved_under_one_layout_resumed_under_another(
         assert apart <= 1e-3 * moved  # a step counted wrongly would be a tenth of it
         assert (version, counted) == (3, {3.0})
         assert distinct, "AdamW adds 1 to each share's own step"
+
+
+def run_and_export(folder: Path, out: Path) -> Any:
+    """Two steps of a run with checkpoints; the actor's weights in the end, and the exported ones."""
+    overrides = [f"model.path={folder}", "engine=megatron", f"{M}.tp=2"]
+    overrides += ["trainer.save_freq=2", f"trainer.output_dir={out}"]
+
+    def use(trainer: Trainer) -> dict[str, torch.Tensor]:
+        trainer.run(None)
+        save_config(trainer.config, out / "config.yaml")
+        return whole(trainer.roles.actor.engine)
+
+    return with_trainer(use, overrides, 2)
+
+
+def test_a_checkpoint_is_exported(worlds: Worlds, families: Families, tmp_path: Path) -> None:
+    trained = worlds[2].run(run_and_export, families.folder("qwen3-moe"), tmp_path / "run")[0]
+    export(tmp_path / "run" / "checkpoints" / "step_000002", tmp_path / "out", torch.float32)
+    found = Checkpoint(tmp_path / "out")
+    assert found.keys() == trained.keys()
+    assert all(torch.equal(w, found._files[name].get_tensor(name)) for name, w in trained.items())
