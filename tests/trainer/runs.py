@@ -1,6 +1,5 @@
 """Runs of the tiny model on this world of ranks, for tests: build a Trainer, do something with it, take it down."""
 
-import gc
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -71,5 +70,4 @@ def many(cases: list[list[str]], steps: int = 3) -> list[Any]:
             out.append(train(overrides, steps))
         except Exception as error:
             out.append(f"{type(error).__name__}: {error}")
-        gc.collect()  # the last run's groups keep its store, whose port and keys the next one would meet
     return json.loads(json.dumps(out))

@@ -19,7 +19,6 @@ RUN = [
     "actor.entropy_coeff=0.01",
 ]
 PPO = ["algorithm.adv_estimator=gae", "critic.engine.max_tokens_per_micro_batch=160"]
-GRPO_LAYOUTS = [["tp=2"], ["pp=2"], ["cp=2"]]
 
 
 def sizes(role: str, *values: str) -> list[str]:
@@ -40,10 +39,11 @@ def agree(got: list[dict[str, float]], expected: list[dict[str, float]]) -> None
         assert {name: mine[name] for name in wanted} == pytest.approx(wanted, rel=1e-3, abs=2e-5)
 
 
-def test_three_steps_of_grpo(worlds: Worlds, fsdp: Any) -> None:
-    runs = [[*RUN, "engine=megatron", *sizes("actor", *layout), *sizes("ref", "tp=2")] for layout in GRPO_LAYOUTS]
-    for got in worlds[2].run(many, runs)[0]:
-        agree(got, fsdp[0])
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2", "cp=2"])
+def test_three_steps_of_grpo(worlds: Worlds, fsdp: Any, layout: str) -> None:
+    run = [*RUN, "engine=megatron", *sizes("actor", layout), *sizes("ref", "tp=2")]
+    (got,) = worlds[2].run(many, [run])[0]
+    agree(got, fsdp[0])
 
 
 def test_actor_reference_and_critic_each_in_a_layout_of_its_own(worlds: Worlds, fsdp: Any) -> None:
