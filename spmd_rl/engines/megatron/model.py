@@ -4,10 +4,11 @@ megatron-core builds the decoder and the embedding; the last stage's norm and he
 makes logits of every token and always is a vocabulary's.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
@@ -91,6 +92,8 @@ class Model:
         )
         if last:
             self._hang_on_end(model, hf_config)
+        if first and hf_config.pad_token_id is not None:
+            model.embedding.word_embeddings.register_forward_hook(partial(_keep_padding, hf_config.pad_token_id))
         if first and self.names.tied and self.stages > 1:
             model.embedding.word_embeddings.weight.shared_embedding = True
         return model
@@ -119,3 +122,15 @@ class Model:
         positions = stream.position_ids()[None].to(self.device)
         like = torch.empty(0, dtype=self.config.params_dtype, device=self.device)
         stream.cos, stream.sin = self.rotary(like, positions)
+
+
+def _keep_padding(pad: int, embedding: Any, inputs: tuple[Tensor], output: Tensor) -> Tensor:
+    """As in transformers, whose embeddings have a `padding_idx`: the padding token as an input is not learned from.
+
+    A policy may sample it, so this is not about padding alone.
+    """
+    is_pad = inputs[0] == pad  # [1, S]; the output is [1, S, H], with sequence parallelism [S/tp, 1, H]
+    if embedding.reduce_scatter_embeddings:
+        group = embedding.tp_group
+        is_pad = is_pad.T.chunk(group.size())[group.rank()]
+    return torch.where(is_pad[..., None], output.detach(), output)

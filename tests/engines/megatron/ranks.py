@@ -72,11 +72,16 @@ def make_family(folder: Path, family: str) -> Path:
 
 
 def batch() -> Batch:
-    """Seven rows of tokens, with a weight for each response token."""
+    """Seven rows of tokens, with a weight for each response token.
+
+    Some tokens are the padding token: it can be sampled, and transformers does not learn from it as an input.
+    """
     generator = torch.Generator().manual_seed(3)
 
     def tokens(lengths: list[int]) -> Ragged:
-        return Ragged.from_rows([torch.randint(4, 104, (n,), generator=generator) for n in lengths], torch.int64)
+        made = Ragged.from_rows([torch.randint(4, 104, (n,), generator=generator) for n in lengths], torch.int64)
+        made.values[::5] = 0
+        return made
 
     made = Batch(TensorDict({"row_id": torch.arange(len(PROMPTS))}, batch_size=[len(PROMPTS)]))
     made["prompts"], made["responses"] = tokens(PROMPTS), tokens(RESPONSES)
