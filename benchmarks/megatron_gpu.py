@@ -25,7 +25,7 @@ import transformers
 from spmd_rl.config import Config
 from spmd_rl.config.load import compose
 from spmd_rl.models.flops import peak_flops, train_flops
-from spmd_rl.models.loading import load_hf_config
+from spmd_rl.models.loading import load_hf_config, resolve
 from spmd_rl.topology.cluster import Cluster
 from spmd_rl.topology.plan import Plan
 
@@ -82,7 +82,8 @@ def overrides(case: Case, arguments: argparse.Namespace, folder: Path) -> list[s
     ends = ["trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.resume=never"]
     ends += [f"trainer.total_training_steps={arguments.steps}", f"rollout.name={arguments.rollout}"]
     if arguments.device == "cpu":
-        model = ["model.path=tiny-moe"] if case.mixture else []
+        name = "tiny-moe" if case.mixture else "tiny-digits"
+        model = [f"model.path={name}", f"model.shape={resolve(name)}"]
         return ["experiment=tiny", *model, *CPU, *case.engine, *ends]
     model = DENSE
     if case.mixture:
@@ -111,8 +112,8 @@ def summary(config: Config, steps: list[dict[str, float]]) -> dict[str, Any]:
     flops = median(_update_flops(config, step) for step in later)
     peak = peak_flops(torch.cuda.get_device_name()) if torch.cuda.is_available() else None
     plan = Plan.from_config(config, Cluster.from_counts([RANKS]))
-    estimates = [phase.peak for phase in plan.memory if phase.phase == "update_actor"]
-    measured = max(step.get("perf/max_memory_allocated_gb/update_actor", 0.0) for step in steps)
+    estimates = [phase.peak for phase in plan.memory if phase.phase == "update"]
+    measured = max(step.get("perf/max_memory_allocated_gb/update_actor", 0.0) for step in steps)  # of the fullest rank
     return {
         "update_seconds": seconds,
         "update_tokens_per_s_and_rank": tokens / seconds / RANKS,
