@@ -3,6 +3,7 @@
 import argparse
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -21,7 +22,7 @@ from spmd_rl.models.loading import (
     save_folder,
 )
 from spmd_rl.models.lora import add_adapters
-from spmd_rl.models.names import export_tensors
+from spmd_rl.models.names import destinations, export_tensors
 from spmd_rl.models.policy import Policy
 from spmd_rl.trainer.checkpoint import find_checkpoint, read_state, shards_of
 
@@ -77,12 +78,14 @@ def _run_config(checkpoint: Path) -> Config:
 
 def _read(checkpoint: Path, policy: Policy) -> None:
     """Fill the policy from the shards, whatever number of ranks wrote them; without a process group."""
-    tensors = {"actor": {"model": get_model_state_dict(policy)}}
+    model: dict[str, Any] = get_model_state_dict(policy)
     shards = shards_of(checkpoint, read_state(checkpoint)["shards"]["actor"])
     saved = FileSystemReader(shards).read_metadata().state_dict_metadata
-    missing = [name for name in tensors["actor"]["model"] if f"actor.model.{name}" not in saved]
+    if not any(f"actor.model.{name}" in saved for name in model):
+        model = destinations(policy)  # the Megatron engine saves under the checkpoint's own names
+    missing = [name for name in model if f"actor.model.{name}" not in saved]
     if missing:
         raise ConfigError(f"{checkpoint}: holds no {missing[0]}; was it saved from another model?")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # which is what we want here
-        dcp.load(tensors, checkpoint_id=str(shards), no_dist=True)
+        dcp.load({"actor": {"model": model}}, checkpoint_id=str(shards), no_dist=True)

@@ -21,6 +21,7 @@ PRELOAD = [
     "torch.utils.tensorboard",
     "transformers.models.llama.modeling_llama",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "spmd_rl.engines.megatron.engine",  # passed over where megatron-core is not installed
 ]
 
 

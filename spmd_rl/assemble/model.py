@@ -3,8 +3,10 @@
 import secrets
 from dataclasses import dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import ModuleType
 from typing import Any, TypeVar
 
 import torch
@@ -27,6 +29,7 @@ from spmd_rl.models.loading import (
     resolve,
 )
 from spmd_rl.models.lora import add_adapters
+from spmd_rl.models.megatron_names import check_model
 from spmd_rl.models.policy import Policy
 from spmd_rl.models.value import HEAD, IGNORED, ValueModel, has_head
 from spmd_rl.roles.residency import Residency
@@ -34,6 +37,7 @@ from spmd_rl.rollout.base import RolloutEngine
 from spmd_rl.rollout.transformers import ATTENTION, TransformersRollout
 from spmd_rl.runtime.bootstrap import Runtime, on_stop
 from spmd_rl.runtime.environment import as_pool
+from spmd_rl.topology.roles import role_specs
 from spmd_rl.weights.held import specs_of
 
 T = TypeVar("T")
@@ -84,6 +88,9 @@ def load_model_facts(config: Config) -> Model:
 
         causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
         check_installed(hf_config.architectures or [causal or hf_config.model_type])
+    if "megatron" in {spec.engine.name for spec in role_specs(config).values() if spec.engine is not None}:
+        megatron()
+        check_model(hf_config)
     return Model(tokenizer, hf_config, folder, _eos(tokenizer, folder))
 
 
@@ -115,11 +122,34 @@ def updates_a_step(config: Config) -> int:
     return -(-config.data.train_batch_size // config.actor.ppo_mini_batch_size)
 
 
+def megatron() -> ModuleType:
+    """The Megatron engine's module. Raises ConfigError when megatron-core is not installed."""
+    try:
+        return import_module("spmd_rl.engines.megatron.engine")
+    except ImportError as error:
+        raise ConfigError(
+            f"engine=megatron needs megatron-core ({error}): pip install megatron-core==0.16.1"
+        ) from error
+
+
 def make_critic(config: Config, model: Model, runtime: Runtime, total_steps: int) -> Engine:
     """The value model on its engine. A start without a value head (the actor's has none) gets one that says 0."""
     critic = config.critic
     hf_config = load_hf_config(config.model, critic.path) if critic.path else model.hf_config
     folder = resolve(critic.path) if critic.path else model.folder
+    if critic.engine.name == "megatron":
+        return megatron().MegatronEngine(
+            hf_config,
+            folder,
+            runtime.layout("critic"),
+            runtime,
+            critic.engine,
+            optim=critic.optim,
+            total_steps=total_steps,
+            seed=config.model.seed,
+            value_head=True,
+            fresh_head=not has_head(folder),
+        )
     value_model = ValueModel(build_meta(hf_config, trust_remote_code=config.model.trust_remote_code))
     if critic.engine.gradient_checkpointing:
         value_model.model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -167,7 +197,19 @@ def make_engine(
     temperature: float = 1.0,
     top_k: int = 0,
 ) -> Engine:
-    """A policy on its engine: on the meta device first, then each rank's slices."""
+    """A policy on its engine; each rank reads its own slices of the weights."""
+    if engine.name == "megatron":
+        return megatron().MegatronEngine(
+            model.hf_config,
+            folder,
+            runtime.layout(role),
+            runtime,
+            engine,
+            optim=optim,
+            total_steps=total_steps,
+            temperature=temperature,
+            seed=config.model.seed,
+        )
     lm = build_meta(model.hf_config, trust_remote_code=config.model.trust_remote_code)
     if config.model.lora.rank and optim is not None:
         lm = add_adapters(lm, config.model.lora)
@@ -190,7 +232,9 @@ def make_engine(
 
 def rollout_dtype(config: Config, runtime: Runtime) -> torch.dtype:
     """What the rollout's weights are held in."""
-    wanted = config.rollout.dtype if config.rollout.dtype != "auto" else config.actor.engine.fsdp.param_dtype
+    actor = config.actor.engine
+    trained = actor.megatron.param_dtype if actor.name == "megatron" else actor.fsdp.param_dtype
+    wanted = config.rollout.dtype if config.rollout.dtype != "auto" else trained
     return compute_dtype(wanted, runtime.device)
 
 

@@ -14,6 +14,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "*.engine.name": ("fsdp", "megatron"),
     "*.engine.fsdp.param_dtype": ("auto", "fastest", "float32", "bfloat16"),
     "*.engine.fsdp.reduce_dtype": ("float32", "bfloat16"),
+    "*.engine.megatron.param_dtype": ("auto", "fastest", "float32", "bfloat16"),
     "*.optim.schedule": ("constant", "cosine"),
     "*.loss_agg_mode": AGGREGATIONS,
     "actor.kl_loss_type": (*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS)),

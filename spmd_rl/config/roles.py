@@ -67,6 +67,8 @@ class MegatronConfig:
     """Shard the norms' activations over tp (only when tp > 1)."""
     distributed_optimizer: bool = True
     """Shard the optimizer's state over dp."""
+    param_dtype: str = "auto"
+    """Compute type: float32 | bfloat16 | auto | fastest, as FSDP's. Master weights stay float32."""
 
 
 @dataclass

@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 from spmd_rl.config.roles import EngineConfig, OptimConfig
 from spmd_rl.data.batch import Batch, Ragged
 from spmd_rl.engines.base import Objective, Outputs, StepResult
+from spmd_rl.engines.dtypes import compute_dtype
 from spmd_rl.engines.schedule import learning_rate
 from spmd_rl.models.attention import gather_tokens
 from spmd_rl.models.loading import materialise
@@ -34,17 +35,6 @@ from spmd_rl.observe.metrics import merge
 from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.topology.layout import RoleLayout
 from spmd_rl.weights.held import Held, held_by
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
-
-
-def compute_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is bfloat16 on CUDA and float32 on the CPU; `fastest` is bfloat16 on a CPU with AMX, too."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    if name == "fastest":
-        return torch.bfloat16 if device.type == "cuda" or torch.cpu._is_amx_tile_supported() else torch.float32
-    return DTYPES[name]
 
 
 class FsdpEngine:

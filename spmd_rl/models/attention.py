@@ -8,6 +8,7 @@ Shapes: T packed tokens, S = T/sp tokens of this rank, H query heads, K key-valu
 
 import inspect
 import math
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
 
@@ -85,52 +86,76 @@ def packed_attention(
     window = sliding_window if sliding_window is not None and sliding_window < packing.max_seqlen else None
     if packing.sp_size == 1:
         q_THD, k_TKD, v_TKD = (x[0].transpose(0, 1) for x in (query, key, value))
-        out_THD = _attend(q_THD, k_TKD, v_TKD, packing, scale, window)
+        out_THD = attend(q_THD, k_TKD, v_TKD, Spans.rows(packing), scale, window)
         return out_THD[None], None
     return _ulysses(query[0], key[0], value[0], packing, scale, window)[None], None
 
 
-def _attend(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:
-    """Causal attention inside each row: [T, H, D]."""
+@dataclass(frozen=True)
+class Spans:
+    """Queries laid end to end, and the keys that each run of them sees: its own and, when it has more keys than
+    queries, those before. Counts are tokens."""
+
+    queries: list[int]
+    keys: list[int]
+    cu_queries: Tensor
+    """Starts and the end: int32, on the device of the model."""
+    cu_keys: Tensor
+
+    @classmethod
+    def of(cls, queries: list[int], keys: list[int], device: torch.device) -> "Spans":
+        """Runs of `queries` queries over `keys` keys each; the last query of a run is at its last key."""
+        starts = [
+            torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32) for counts in (queries, keys)
+        ]
+        return cls(queries, keys, *(s.to(device) for s in starts))
+
+    @classmethod
+    def rows(cls, packing: Packing) -> "Spans":
+        """Whole rows: every token a query and a key."""
+        return cls(packing.lengths, packing.lengths, packing.cu_seqlens, packing.cu_seqlens)
+
+
+def attend(q_THD: Tensor, k_UKD: Tensor, v_UKD: Tensor, spans: Spans, scale: float, window: int | None) -> Tensor:
+    """Causal attention inside each run: q [T, H, D], k and v [U, K, D] -> [T, H, D]."""
     if q_THD.is_cuda and q_THD.dtype in (torch.bfloat16, torch.float16):
-        return _varlen(q_THD, k_TKD, v_TKD, packing, scale, window)
-    return _row_by_row(q_THD, k_TKD, v_TKD, packing, scale, window)
+        return _varlen(q_THD, k_UKD, v_UKD, spans, scale, window)
+    return _row_by_row(q_THD, k_UKD, v_UKD, spans, scale, window)
 
 
-def _varlen(q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, packing: Packing, scale: float, window: int | None) -> Tensor:
-    """One flash-attention kernel over all rows."""
-    cu, longest = packing.cu_seqlens, packing.max_seqlen
+def _varlen(q_THD: Tensor, k_UKD: Tensor, v_UKD: Tensor, spans: Spans, scale: float, window: int | None) -> Tensor:
+    """One flash-attention kernel over all runs."""
     options: dict[str, Any] = {"scale": scale, "window_size": (window - 1 if window is not None else -1, 0)}
     if _SAYS_GQA:
         options["enable_gqa"] = True
-    out = varlen_attn(q_THD, k_TKD, v_TKD, cu, cu, longest, longest, **options)
+    longest = max(spans.queries), max(spans.keys)
+    out = varlen_attn(q_THD, k_UKD, v_UKD, spans.cu_queries, spans.cu_keys, *longest, **options)
     assert isinstance(out, Tensor), "varlen_attn returns more than a tensor only when asked for return_aux"
     return out
 
 
 @torch.compiler.disable  # the loop runs over data-dependent lengths: a graph of it would be rebuilt for each batch
-def _row_by_row(
-    q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor, packing: Packing, scale: float, window: int | None
-) -> Tensor:
-    """Exact attention for float32, float64 and the CPU: one call for each run of rows that are equally long."""
-    share = q_THD.shape[1] // k_TKD.shape[1]
+def _row_by_row(q_THD: Tensor, k_UKD: Tensor, v_UKD: Tensor, spans: Spans, scale: float, window: int | None) -> Tensor:
+    """Exact attention for float32, float64 and the CPU: one call for each number of runs that are equally long."""
+    share = q_THD.shape[1] // k_UKD.shape[1]
     if share > 1:  # the fused CPU kernel wants as many key-value heads as query heads
-        k_TKD, v_TKD = k_TKD.repeat_interleave(share, 1), v_TKD.repeat_interleave(share, 1)
-    runs = _equal_runs(packing.lengths)
+        k_UKD, v_UKD = k_UKD.repeat_interleave(share, 1), v_UKD.repeat_interleave(share, 1)
+    equal = _equal_runs(list(zip(spans.queries, spans.keys, strict=True)))
+    q_sizes, k_sizes = [n * q for n, (q, _) in equal], [n * k for n, (_, k) in equal]
     outs = []
-    for q, k, v, (rows, length) in zip(
-        *(x.split([rows * length for rows, length in runs]) for x in (q_THD, k_TKD, v_TKD)), runs, strict=True
+    for q, k, v, (runs, (queries, keys)) in zip(
+        q_THD.split(q_sizes), k_UKD.split(k_sizes), v_UKD.split(k_sizes), equal, strict=True
     ):
-        q, k, v = (x.unflatten(0, (rows, length)).transpose(1, 2) for x in (q, k, v))
-        mask = _window_mask(length, window, q.device)
+        q, k, v = (x.unflatten(0, (runs, -1)).transpose(1, 2) for x in (q, k, v))
+        mask = _mask(queries, keys, window, q.device)
         out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale)
         outs.append(out.transpose(1, 2).flatten(0, 1))
     return outs[0] if len(outs) == 1 else torch.cat(outs)
 
 
-def _equal_runs(lengths: list[int]) -> list[tuple[int, int]]:
-    """Neighbouring rows of one length together: [3, 3, 5] -> [(2, 3), (1, 5)]."""
-    runs: list[tuple[int, int]] = []
+def _equal_runs(lengths: list[tuple[int, int]]) -> list[tuple[int, tuple[int, int]]]:
+    """Neighbouring runs of one length together: [a, a, b] -> [(2, a), (1, b)]."""
+    runs: list[tuple[int, tuple[int, int]]] = []
     for length in lengths:
         if runs and runs[-1][1] == length:
             runs[-1] = (runs[-1][0] + 1, length)
@@ -139,11 +164,14 @@ def _equal_runs(lengths: list[int]) -> list[tuple[int, int]]:
     return runs
 
 
-def _window_mask(length: int, window: int | None, device: torch.device) -> Tensor | None:
-    """True where a query (row) sees a key (column): bool [length, length]; None if the window hides nothing."""
-    if window is None or window >= length:
+def _mask(queries: int, keys: int, window: int | None, device: torch.device) -> Tensor | None:
+    """True where a query (row) sees a key (column): bool [queries, keys]; None for the plain causal square."""
+    before = keys - queries
+    hides = window is not None and window < keys
+    if before == 0 and not hides:
         return None
-    return torch.ones(length, length, dtype=torch.bool, device=device).tril().triu(1 - window)
+    mask = torch.ones(queries, keys, dtype=torch.bool, device=device).tril(before)
+    return mask.triu(before + 1 - window) if window is not None and hides else mask
 
 
 # --- Ulysses (DeepSpeed-Ulysses, https://arxiv.org/abs/2309.14509): tokens scattered <-> heads scattered
@@ -164,7 +192,7 @@ def _ulysses(q_HSD: Tensor, k_KSD: Tensor, v_KSD: Tensor, packing: Packing, scal
     sizes = [p.shape[2] for p in parts]
     mixed = _AllToAll.apply(torch.cat(parts, 2), group).flatten(0, 1)  # [T, all three, D]
     q_THD, k_TKD, v_TKD = mixed.split(sizes, 1)
-    out_THD = _attend(q_THD, k_TKD, v_TKD, packing, scale, window)  # heads/P of all tokens
+    out_THD = attend(q_THD, k_TKD, v_TKD, Spans.rows(packing), scale, window)  # heads/P of all tokens
     out_PSHD = _AllToAll.apply(out_THD.unflatten(0, (sp, -1)), group)  # the P slices of heads of this rank's tokens
     return out_PSHD.transpose(0, 1).flatten(1, 2)
 

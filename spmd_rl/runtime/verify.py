@@ -71,7 +71,7 @@ def _meshes(role: RoleLayout, rank: int) -> Iterator[str]:
 def _megatron(role: RoleLayout) -> Iterator[str]:
     """megatron-core's own enumeration of all groups, dense and expert."""
     try:
-        from megatron.core.parallel_state import RankGenerator
+        from spmd_rl.runtime.mcore import RankGenerator
     except ImportError:
         print(f"{role.role}: megatron-core is not installed, its RankGenerator was not compared", file=sys.stderr)
         return

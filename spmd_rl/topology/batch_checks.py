@@ -182,6 +182,8 @@ def _foreign_axes(prefix: str, engine: EngineConfig) -> list[str]:
             if size != getattr(plain, axis):
                 mistakes.append(f"{prefix}.megatron.{axis}={size} needs {prefix}.name=megatron, but it is fsdp")
     if engine.name == "megatron":
+        if engine.compile:
+            mistakes.append(f"{prefix}.compile=true needs {prefix}.name=fsdp, but it is megatron")
         for name, size, default in (
             ("fsdp_size", engine.fsdp.fsdp_size, -1),
             ("ulysses_size", engine.fsdp.ulysses_size, 1),

@@ -1,0 +1,1 @@
+"""The Megatron engine: megatron-core's model, schedules and gradient buffers under the same `Engine` protocol."""
