@@ -240,6 +240,31 @@ class MegatronNames:
         return pieces
 
 
+def rectangles(
+    shape: tuple[int, ...], low: int, high: int
+) -> Iterator[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
+    """Cut the elements [low, high) of a row-major vector or matrix into boxes: (low, high, starts, sizes) of each.
+
+    Of a matrix: the end of a row, whole rows, the start of a row, as far as they are there.
+    """
+    if high <= low:
+        return
+    if len(shape) == 1:
+        yield low, high, (low,), (high - low,)
+        return
+    columns = shape[1]
+    row, column = divmod(low, columns)
+    if column or high - low < columns:
+        end = min(high, (row + 1) * columns)
+        yield low, end, (row, column), (1, end - low)
+        yield from rectangles(shape, end, high)
+        return
+    rows = (high - low) // columns
+    end = low + rows * columns
+    yield low, end, (row, 0), (rows, columns)
+    yield from rectangles(shape, end, high)
+
+
 def fused_source(piece: Piece, experts: int) -> tuple[str, tuple[int, ...], list[slice]]:
     """(name, shape, region) of the piece in transformers' own modules, which hold a layer's experts in one tensor."""
     match = re.match(r"(.*\.mlp\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", piece.name)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from spmd_rl.config import ConfigError
 from spmd_rl.engines.megatron.model import Model
 from spmd_rl.models.checkpoint import Checkpoint
-from spmd_rl.models.megatron_names import VALUE_HEAD, Cut, MegatronNames, Parameter, Piece, fused_source
+from spmd_rl.models.megatron_names import VALUE_HEAD, Cut, MegatronNames, Parameter, Piece, fused_source, rectangles
 from spmd_rl.models.random_weights import random_region
 from spmd_rl.topology.layout import Layout, RoleLayout
 from spmd_rl.weights.held import Box, Held
@@ -69,31 +69,6 @@ def flat_parts(pieces: Sequence[Piece], values: Tensor, start: int) -> Iterator[
             local = values[at + low - start : at + high - start].view(sizes)
             yield Part(Held(Box(piece.name, place, sizes), local), piece.shape)
         at += size
-
-
-def rectangles(
-    shape: tuple[int, ...], low: int, high: int
-) -> Iterator[tuple[int, int, tuple[int, ...], tuple[int, ...]]]:
-    """Cut the elements [low, high) of a row-major vector or matrix into boxes: (low, high, starts, sizes) of each.
-
-    Of a matrix: the end of a row, whole rows, the start of a row, as far as they are there.
-    """
-    if high <= low:
-        return
-    if len(shape) == 1:
-        yield low, high, (low,), (high - low,)
-        return
-    columns = shape[1]
-    row, column = divmod(low, columns)
-    if column or high - low < columns:
-        end = min(high, (row + 1) * columns)
-        yield low, end, (row, column), (1, end - low)
-        yield from rectangles(shape, end, high)
-        return
-    rows = (high - low) // columns
-    end = low + rows * columns
-    yield low, end, (row, 0), (rows, columns)
-    yield from rectangles(shape, end, high)
 
 
 @torch.no_grad()

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from spmd_rl.engines.megatron.stream import Chunk, Stream
-from spmd_rl.engines.megatron.weights import rectangles
 from spmd_rl.models.attention import Spans, attend
+from spmd_rl.models.megatron_names import rectangles
 
 
 @pytest.mark.parametrize("shape", [(7,), (4, 5), (1, 6), (6, 1)])

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 
-from spmd_rl.engines.megatron.experts import Routing
 from tests.engines.megatron.conftest import Families
 from tests.engines.megatron.ranks import M, actor, batch, mine, objective
 from tests.world import Worlds
@@ -50,6 +49,8 @@ def test_replay_and_metrics(worlds: Worlds, families: Families) -> None:
 
 
 def test_load_is_counted_per_choice() -> None:
+    from spmd_rl.engines.megatron.experts import Routing
+
     routing = Routing(3, torch.device("cpu"))
     routing.replay = torch.tensor([[0, 1], [0, 2], [0, 1]])
     scores = torch.rand(3, 3)
