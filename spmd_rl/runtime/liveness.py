@@ -268,10 +268,11 @@ class Liveness:
             holder = self._known.get(self.store_rank) if self.store_rank is not None else None
             if holder is not None and holder.ended == "done":
                 continue
+            allowed = self.silence_s
             if holder is not None and holder.machine == self._mine.machine and quiet > 2 * self.beat_s:
-                gone = processes.state(holder.pid, holder.born) == processes.GONE
-                quiet = self.silence_s + 1 if gone else quiet
-            if quiet > self.silence_s:
+                state = processes.state(holder.pid, holder.born)
+                allowed = {processes.GONE: 0.0, processes.RUNS: self.stuck_s}.get(state, allowed)  # it may only be slow
+            if quiet > allowed:
                 self._end(self._storeless_message(holder, quiet))
 
     def _storeless_message(self, holder: Report | None, quiet: float) -> str:

@@ -62,7 +62,7 @@ def test_the_rank_that_holds_the_store(tmp_path: Path, number: int) -> None:
 def test_a_rank_that_hangs_or_raises(tmp_path: Path, act: str, words: str, stack: str) -> None:
     with Job(tmp_path, {1: act}, timeout_s=4.0) as job:
         job.wait_for("working")
-        ends, _ = job.ends(40)
+        ends, _ = job.ends(120)
         assert [ends[0], ends[2]] == [LOST_RANK] * 2
         assert ends[1] == {"hold_pythons_lock": -9, "raise_an_error": 1}.get(act, LOST_RANK)
         message = job.message()
