@@ -130,14 +130,15 @@ class FsdpEngine:
             for rows in micro:
                 part = batch.select(rows)
                 outputs = self._outputs(part, want)
-                lengths = part["responses"].lengths.tolist()
+                counts = part["responses"].lengths.tolist()
                 for name in want:
                     found = outputs[name].cpu()
                     found = found.float() if found.is_floating_point() else found
                     none[name] = found[:0]
-                    columns[name] += zip(rows, found.split(lengths) if rows else (), strict=True)
+                    columns[name] += zip(rows, found.split(counts) if rows else (), strict=True)
         in_order = {name: [piece for _, piece in sorted(pairs, key=lambda p: p[0])] for name, pairs in columns.items()}
-        lengths_N = batch["responses"].lengths
+        lengths = [len(piece) for piece in next(iter(in_order.values()), [])]  # of the rows that are in `micro`
+        lengths_N = torch.tensor(lengths, dtype=torch.int64)
         return {name: Ragged(torch.cat([none[name], *pieces]), lengths_N) for name, pieces in in_order.items()}
 
     def train(self, batch: Batch, micro: Sequence[Sequence[int]], objective: Objective) -> StepResult:
