@@ -16,6 +16,7 @@ DAPO = [
     "data.train_batch_size=3",
     "actor.ppo_mini_batch_size=3",
     "reward.overlong_buffer_len=4",
+    "trainer.seed=1",
 ]
 RUNS_OUT = [*DAPO, "data.train.size=30", "trainer.total_epochs=2", "trainer.total_training_steps=null"]
 
