@@ -1,10 +1,5 @@
 """Roles on pools of their own: the same run as with all of them on one pool, up to summation order."""
 
-import os
-import signal
-import socket
-import subprocess
-import sys
 import time
 from itertools import combinations
 from pathlib import Path
@@ -13,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from spmd_rl.runtime.liveness import LOST_RANK
 from spmd_rl.trainer.trainer import Trainer
-from tests.trainer.launched import lines, run, wait_until
+from tests.trainer.launched import lines, run
 from tests.trainer.recording import REWARD, TINY, Record, record
 from tests.trainer.runs import steps_taken, with_trainer
 from tests.world import Worlds
@@ -194,27 +188,3 @@ def same_run(got: Record, expected: Record, steps: int = STEPS) -> None:
         known = {name: value for name, value in theirs.items() if name in mine}
         assert {name: mine[name] for name in known} == pytest.approx(known, rel=2e-4, abs=2e-5)
         assert {"actor/pg_loss", "critic/score/mean"} <= known.keys()
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_of_one_pool_takes_the_others_with_it(tmp_path: Path, number: signal.Signals) -> None:
-    """The rollout's only rank ends or stops in the middle of a run: the actor's says so, and ends within 30 s."""
-    settings = [*apart(rollout=1), "trainer.total_training_steps=10000", f"trainer.output_dir={tmp_path}"]
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
-    env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
-    command = [sys.executable, "-m", "spmd_rl.train", "experiment=tiny", "trainer.device=cpu", *settings]
-    ranks = [subprocess.Popen(command, env=env | {"RANK": r, "LOCAL_RANK": r}, stderr=subprocess.PIPE) for r in "01"]
-    try:
-        metrics = tmp_path / "metrics.jsonl"
-        assert wait_until(lambda: metrics.exists() and metrics.read_text().count("\n") > 3, 300), "no step in time"
-        ranks[1].send_signal(number)
-        _, said = ranks[0].communicate(timeout=30)
-    finally:
-        for process in ranks:
-            process.kill()
-    assert ranks[0].returncode == LOST_RANK
-    (first, *_) = [line for line in said.decode().splitlines() if "rank 1 (pool rollout" in line]
-    assert {signal.SIGKILL: "died", signal.SIGSTOP: "is stopped"}[number] in first
-    assert "in phase " in first
