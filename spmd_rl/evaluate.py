@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from spmd_rl.assemble.model import load_model_facts
+from spmd_rl.assemble.model import check_rollout_engine, load_model_facts
 from spmd_rl.assemble.rl import make_scorer
 from spmd_rl.assemble.sampler import open_rollout, read_prompts, wanted_checkpoint
 from spmd_rl.config import Config
@@ -31,6 +31,7 @@ def evaluate(config: Config, env: LaunchEnvironment) -> None:
     config = only_sampling(config)
     plan = plan_of(config, env)
     model = load_model_facts(config)
+    check_rollout_engine(config, model)
     checkpoint = wanted_checkpoint(config, model)
     prompts = read_prompts(config, model, "val")
     scorer = make_scorer(config, plan, env.rank, prompts)

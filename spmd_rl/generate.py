@@ -15,7 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from spmd_rl.assemble.model import load_model_facts
+from spmd_rl.assemble.model import check_rollout_engine, load_model_facts
 from spmd_rl.assemble.sampler import open_rollout, read_prompts, wanted_checkpoint
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.config.load import take_option
@@ -43,6 +43,7 @@ def generate(config: Config, env: LaunchEnvironment, source: str | None = None, 
     source = chosen_source(config, source)
     plan = plan_of(config, env)
     model = load_model_facts(config)
+    check_rollout_engine(config, model)
     checkpoint = wanted_checkpoint(config, model)
     prompts = read_prompts(config, model, source)
     every = [prompts.at(i) for i in range(len(prompts))]

@@ -83,15 +83,22 @@ def load_model_facts(config: Config) -> Model:
             "(max_position_embeddings); lower one of them"
         )
     check_attention(hf_config, config.actor.engine.fsdp.ulysses_size)
-    if config.rollout.name == "vllm":
-        from spmd_rl.rollout.vllm_versions import check_installed
-
-        causal = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(hf_config.model_type)
-        check_installed(hf_config.architectures or [causal or hf_config.model_type])
     if "megatron" in {spec.engine.name for spec in role_specs(config).values() if spec.engine is not None}:
         megatron()
         check_model(hf_config)
     return Model(tokenizer, hf_config, folder, _eos(tokenizer, folder))
+
+
+def check_rollout_engine(config: Config, model: Model) -> None:
+    """Raise ConfigError where the rollout's engine is not installed, or does not have the model.
+
+    For ranks that sample only: it imports the engine, which takes seconds.
+    """
+    if config.rollout.name == "vllm":
+        from spmd_rl.rollout.vllm_versions import check_installed
+
+        kind = model.hf_config.model_type
+        check_installed(model.hf_config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind)])
 
 
 def _eos(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> list[int]:

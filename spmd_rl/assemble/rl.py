@@ -7,6 +7,7 @@ from typing import Any
 from spmd_rl.algorithms.registry import resolve as resolve_function
 from spmd_rl.assemble.model import (
     Model,
+    check_rollout_engine,
     let_move,
     load_model_facts,
     make_classifier,
@@ -80,6 +81,8 @@ def load_inputs(config: Config, plan: Plan, job_rank: int) -> Inputs:
     """Read the data and start the reward workers (on ranks that collect replies only)."""
     check_choices(config)
     model = load_model_facts(config)
+    if job_rank in plan.pools[plan.roles["rollout"].pool]:
+        check_rollout_engine(config, model)
     train = Prompts.build(config.data, config.data.train, model.tokenizer)
     validation = None
     if is_set(config.data.val):
