@@ -19,10 +19,8 @@ from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.runtime.bridge import from_bytes, to_bytes
 from spmd_rl.topology.layout import split_rows
 from spmd_rl.weights.held import Box, Held, TensorSpec
-from spmd_rl.weights.sync import TableSync
+from spmd_rl.weights.sync import BUCKET_BYTES, TableSync
 
-BUCKET = 256 * 2**20
-"""Bytes of a bucket, but for a tensor that is larger."""
 Spec = tuple[str, str, tuple[int, ...]]
 """Name, type and shape of a tensor."""
 
@@ -183,10 +181,10 @@ def size_of(spec: Spec) -> int:
 
 
 def buckets(specs: Sequence[Spec]) -> Iterator[list[Spec]]:
-    """Consecutive tensors, as many as fit a bucket; one at least."""
+    """Consecutive tensors, as many as fit BUCKET_BYTES; one at least."""
     bucket: list[Spec] = []
     for spec in specs:
-        if bucket and sum(map(size_of, bucket)) + size_of(spec) > BUCKET:
+        if bucket and sum(map(size_of, bucket)) + size_of(spec) > BUCKET_BYTES:
             yield bucket
             bucket = []
         bucket.append(spec)

@@ -1,10 +1,10 @@
 """Sampling inside a foreign engine's loop: which rows are in the batch, at which position of their reply, and where the
-drawn tokens and their log-probs are kept on the device.
+log-probs of the drawn tokens are kept on the device.
 
 Shapes: R replies of a call, B rows of the engine's batch, M tokens of a reply at most, V vocabulary.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ class KeyedDraws:
         self.params = params
         self.keys_R, self.origins_R = keys_R.to(device), prompt_lengths_R.to(device)
         width = params.max_tokens + 1  # the last column takes what belongs to no position
-        self.tokens_RM = torch.full((len(keys_R), width), -1, dtype=torch.int64, device=device)
         self.log_probs_RM = torch.zeros(len(keys_R), width, device=device)
         self.row_of: dict[str, int] = {}
         self._names: list[str] = []
@@ -40,12 +39,5 @@ class KeyedDraws:
         tokens_B, log_probs_B = sample(logits_BV, self.params, self.keys_R[rows_B], positions_B)
         limit = self.params.max_tokens
         places_B = torch.where((positions_B < 0) | (positions_B > limit), limit, positions_B)
-        self.tokens_RM[rows_B, places_B] = tokens_B
         self.log_probs_RM[rows_B, places_B] = log_probs_B
         return tokens_B
-
-
-def log_probs_of(draws: KeyedDraws, lengths: Mapping[int, int]) -> list[list[float]]:
-    """Each reply's log-probs, cut to its length."""
-    table = draws.log_probs_RM.tolist()
-    return [table[row][: lengths[row]] for row in range(len(table))]

@@ -189,10 +189,6 @@ class Vllm:
         """Whether a request is not done."""
         return self.engine.has_unfinished_requests()
 
-    def abort(self, names: Sequence[str]) -> None:
-        """Drop requests."""
-        self.engine.abort_request(list(names), internal=True)
-
     def reset_prefix_cache(self) -> None:
         """Forget all keys and values: they belong to other weights."""
         self.engine.reset_prefix_cache()

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from spmd_rl.weights.copies import checksum
+
 RUN = 8192
 """Elements a program copies at most."""
 BLOCK = 2048
@@ -50,7 +52,7 @@ class CopyTable:
             _launch(runs, sums, copy=True)
         for i in self.odd:
             self.targets[i].copy_(self.sources[i])
-            sums[i] = _odd_sum(self.sources[i].to(self.targets[i].dtype))
+            sums[i] = checksum(self.sources[i].to(self.targets[i].dtype))
         return sums
 
     def sums(self) -> Tensor:
@@ -58,14 +60,8 @@ class CopyTable:
         for runs in self.summing:
             _launch(runs, sums, copy=False)
         for i in self.odd:
-            sums[i] = _odd_sum(self.targets[i])
+            sums[i] = checksum(self.targets[i])
         return sums
-
-
-def _odd_sum(x: Tensor) -> Tensor:
-    from spmd_rl.weights.copies import checksum
-
-    return checksum(x)
 
 
 def _regular(target: Tensor, source: Tensor) -> bool:

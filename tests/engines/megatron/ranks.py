@@ -7,29 +7,26 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from spmd_rl.assemble.model import load_model_facts, make_engine
 from spmd_rl.config.load import compose
 from spmd_rl.config.roles import OptimConfig
-from spmd_rl.data.batch import Batch, Ragged
-from spmd_rl.engines.base import Outputs
+from spmd_rl.data.batch import Batch
 from spmd_rl.engines.fsdp import FsdpEngine, full
 from spmd_rl.models.checkpoint import save_folder
 from spmd_rl.models.names import exports
 from spmd_rl.models.random_weights import random_tensors
 from spmd_rl.models.tiny import character_tokenizer
-from spmd_rl.observe.metrics import Partial, total
 from spmd_rl.ranked import plan_of
 from spmd_rl.roles.model import sum_over
 from spmd_rl.runtime.bootstrap import Runtime, start, stop
 from spmd_rl.runtime.environment import read_environment
+from tests.engines import ranks as engines
+from tests.engines.ranks import PROMPTS, TEMPERATURE, objective
 
-PROMPTS, RESPONSES = [3, 7, 2, 5, 1, 4, 6], [5, 2, 9, 1, 4, 7, 3]
 MICRO = [[6, 0], [2], [], [1, 5], [3, 4]]
-TEMPERATURE = 0.8
 M = "actor.engine.megatron"
 FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {"model_type": "llama", "rope_parameters": {
@@ -72,29 +69,12 @@ def make_family(folder: Path, family: str) -> Path:
 
 
 def batch() -> Batch:
-    """Seven rows of tokens, with a weight for each response token.
-
-    Some tokens are the padding token: it can be sampled, and transformers does not learn from it as an input.
-    """
-    generator = torch.Generator().manual_seed(3)
-
-    def tokens(lengths: list[int]) -> Ragged:
-        made = Ragged.from_rows([torch.randint(4, 104, (n,), generator=generator) for n in lengths], torch.int64)
-        made.values[::5] = 0
-        return made
-
-    made = Batch(TensorDict({"row_id": torch.arange(len(PROMPTS))}, batch_size=[len(PROMPTS)]))
-    made["prompts"], made["responses"] = tokens(PROMPTS), tokens(RESPONSES)
-    weights = torch.randn(sum(RESPONSES), generator=generator, dtype=torch.float64)
-    made["weights"] = Ragged(weights, torch.tensor(RESPONSES))
+    """The rows of the other engine's tests, but some tokens are the padding token: it can be sampled, and transformers
+    does not learn from it as an input."""
+    made = engines.batch()
+    for name in ("prompts", "responses"):
+        made[name].values[::5] = 0
     return made
-
-
-def objective(rows: Batch, outputs: Outputs) -> tuple[Tensor, Partial]:
-    """A loss that looks at every token's log-prob and entropy, and adds up over rows."""
-    weights = rows["weights"].values
-    loss = (weights * outputs["log_probs"]).sum() + 0.1 * outputs["entropy"].square().sum()
-    return loss, {"tokens": total(len(weights))}
 
 
 @contextmanager
