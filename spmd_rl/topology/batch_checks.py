@@ -130,11 +130,17 @@ def _reward_mistakes(config: Config) -> list[str]:
         mistakes.append("reward.model.enable=true needs reward.model.path")
     if r.model.enable and r.model.kind == "judge" and len(r.model.answers) != 2:
         mistakes.append(f"reward.model.answers={list(r.model.answers)} must be two: the good answer and the bad one")
-    if config.teacher.enable and config.teacher.top_k and config.actor.engine.name != "fsdp":
+    if r.model.enable and r.model.kind == "classifier" and r.model.engine.name != "fsdp":
         mistakes.append(
-            f"teacher.top_k={config.teacher.top_k} needs actor.engine.name=fsdp, but it is {config.actor.engine.name}; "
-            "use teacher.top_k=0"
+            f"reward.model.kind=classifier needs reward.model.engine.name=fsdp, but it is {r.model.engine.name}"
         )
+    for role in ("actor", "teacher"):
+        name = getattr(config, role).engine.name
+        if config.teacher.enable and config.teacher.top_k and name != "fsdp":
+            mistakes.append(
+                f"teacher.top_k={config.teacher.top_k} needs {role}.engine.name=fsdp, but it is {name}; use "
+                "teacher.top_k=0"
+            )
     if config.teacher.enable and config.teacher.path is None:
         mistakes.append("teacher.enable=true needs teacher.path")
     return mistakes
