@@ -148,11 +148,13 @@ def _cut(part: Box, slabs: Slabs) -> Iterator[tuple[int, Box]]:
 
 
 def _check(specs: Sequence[TensorSpec], everyone: Sequence[Manifest], holders: Holders) -> None:
-    """Every element of the checkpoint is held by someone, and nothing unknown is wanted."""
+    """Every element of the checkpoint is held by someone, every tensor is wanted by someone, and nothing else is."""
+    wanted = {want.name for manifest in everyone for want in manifest.wants}
     known = {spec.name for spec in specs}
-    strange = [want.name for manifest in everyone for want in manifest.wants if want.name not in known]
-    if strange:
+    if strange := sorted(wanted - known):
         raise SyncError(f"weight sync: the rollout wants {strange[0]}, and the actor has no such tensor")
+    if left := [spec.name for spec in specs if spec.name not in wanted]:
+        raise SyncError(f"weight sync: no rank of the rollout has a place for {left[0]} (of {len(left)} tensors)")
     missing = covers((box for boxes in holders.values() for box in boxes), specs)
     if missing:
         raise SyncError(f"weight sync: parts of {missing[0]} (of {len(missing)} tensors) are held by no rank")

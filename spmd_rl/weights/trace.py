@@ -25,12 +25,17 @@ class Untraceable(Exception):
 def trace(load: Load, specs: Sequence[TensorSpec], parameters: Mapping[str, Tensor]) -> list[Held]:
     """The boxes that `load` puts into `parameters`, in the order of its copies.
 
-    Raises Untraceable where a tensor is transformed on its way, or a copy goes elsewhere than into a parameter.
+    Raises Untraceable where a tensor is transformed on its way, a copy goes elsewhere than into a parameter, or nothing
+    goes into one: it would keep what it started with.
     """
     sources = {spec.name: torch.empty(spec.shape, device="meta") for spec in specs}
     watch = _Watch(sources, parameters)
     with torch.no_grad(), watch:
         load(iter(sources.items()))
+    filled = {_storage(held.view) for held in watch.found}
+    left = [name for name, parameter in parameters.items() if _storage(parameter) not in filled]
+    if left:
+        raise Untraceable(f"{left[0]}: the loader puts nothing into it")
     return watch.found
 
 

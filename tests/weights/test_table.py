@@ -68,6 +68,12 @@ def test_a_tensor_that_the_actor_does_not_have_is_named() -> None:
         build_table(SPECS, [more], 0, 1 << 20)
 
 
+def test_a_tensor_that_has_no_place_in_the_rollout_is_named() -> None:
+    mine = manifests("fsdp", "whole", 1)[0]
+    with pytest.raises(SyncError, match="no rank of the rollout has a place for embed"):
+        build_table(SPECS, [Manifest(mine.holds, mine.wants[1:], mine.dtypes[1:])], 0, 1 << 20)
+
+
 def test_the_layouts_of_these_tests_are_what_they_say() -> None:
     assert split(Box("w", (0, 0), (5, 3)), 0, 2, 1) == Box("w", (3, 0), (2, 3))
     assert len(manifests("ddp2_fsdp2", "tp2", 4)[1].holds) == len(SPECS) - 1  # a row of one stays with the first
