@@ -279,8 +279,7 @@ def _vllm(config: Config, model: Model, runtime: Runtime, lm: PreTrainedModel) -
             device=runtime.device,
             trust_remote_code=config.model.trust_remote_code,
             name=_agreed_name(runtime),
-            packed=bool(rollout.engine_kwargs.get("packed", False)),
-            more={k: v for k, v in rollout.engine_kwargs.items() if k != "packed"},
+            more=rollout.engine_kwargs,
         )
         with as_pool(runtime.pool_rank, runtime.pool.size, runtime.device.index or 0):
             engine = VllmRollout(settings, specs_of(lm), model.eos_token_ids, sleep_level)

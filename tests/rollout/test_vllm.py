@@ -37,10 +37,11 @@ MODELS: dict[str, PretrainedConfig] = {
     "qwen2-bias": Qwen2Config(**(SIZES | {"hidden_size": 128}), tie_word_embeddings=False),
 }
 """vLLM's attention on a CPU takes heads of 32 and more."""
-CASES = {
+PACKED = "one rank, packed weights"
+CASES: dict[str, tuple[int, str, list[str]]] = {
     "one rank, llama": (1, "llama", []),
     "one rank, tied head": (1, "qwen3-tied", []),
-    "one rank, packed weights": (1, "llama", ["rollout.engine_kwargs={packed: true}"]),
+    PACKED: (1, "llama", []),
     "fsdp 2 to two copies": (2, "qwen2-bias", []),
     "fsdp 2 to infer_tp 2": (2, "qwen3-tied", ["rollout.infer_tp=2", "rollout.verify_sync=full"]),
     "ddp 2 to infer_tp 2": (2, "llama", ["rollout.infer_tp=2", "actor.engine.fsdp.fsdp_size=1"]),
@@ -72,7 +73,7 @@ def found(folders: dict[str, str], ranks: Worlds, tmp_path_factory: pytest.TempP
         if case not in kept:
             size, model, overrides = CASES[case]
             out = f"trainer.output_dir={tmp_path_factory.mktemp('out')}"
-            kept[case] = ranks[size].run(before_and_after, folders[model], [*overrides, out])
+            kept[case] = ranks[size].run(before_and_after, folders[model], [*overrides, out], case == PACKED)
         return kept[case]
 
     return of
@@ -113,7 +114,7 @@ def test_our_random_state_is_left_alone(found: Any, case: str) -> None:
 
 def test_weights_are_written_in_place_unless_they_are_packed(found: Any) -> None:
     for case in CASES:
-        assert {rank["in place"] for rank in found(case)} == {case != "one rank, packed weights"}, case
+        assert {rank["in place"] for rank in found(case)} == {case != PACKED}, case
 
 
 def test_a_run_is_the_transformers_engines(folders: dict[str, str], ranks: Worlds, tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 """What the tests of vLLM do on each rank: a tiny run, whose replies are looked at before and after updates."""
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
+from spmd_rl.rollout import vllm_versions
 from spmd_rl.rollout.base import Reply, Request
 from spmd_rl.rollout.sampling import SamplingParams
 from spmd_rl.rollout.transformers import TransformersRollout
@@ -69,8 +71,11 @@ def difference(plain: Any, prompt: list[int], reply: Reply, temperature: float) 
     return (log_probs[places, reply.token_ids] - torch.tensor(reply.log_probs)).abs().max().item()
 
 
-def before_and_after(folder: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Look, take two steps, look again; whether weights are written in place, and the steps' metrics."""
+def before_and_after(folder: str, overrides: Sequence[str], packed: bool) -> dict[str, Any]:
+    """Look, take two steps, look again; whether weights are written in place, and the steps' metrics.
+
+    `packed`: vLLM may pack linear layers for this CPU, as it does by itself.
+    """
 
     def use(trainer: Trainer) -> dict[str, Any]:
         first = look(trainer, folder)
@@ -79,7 +84,12 @@ def before_and_after(folder: str, overrides: Sequence[str]) -> dict[str, Any]:
         return {"before": first, "after": look(trainer, folder), "steps": steps, "in place": in_place}
 
     fixed = [f"model.path={folder}", "rollout=vllm", "data.max_response_length=24"]
-    return with_trainer(use, [*fixed, *overrides], steps=2)
+    kept = vllm_versions.Settings
+    vllm_versions.Settings = partial(kept, packed=packed)  # type: ignore[assignment,misc]
+    try:
+        return with_trainer(use, [*fixed, *overrides], steps=2)
+    finally:
+        vllm_versions.Settings = kept  # type: ignore[misc]
 
 
 def steps_of(folder: str, overrides: Sequence[str]) -> list[dict[str, float]]:
