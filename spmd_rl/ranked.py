@@ -30,7 +30,7 @@ def on_every_rank(command: str, argv: list[str], act: Callable[[Config, LaunchEn
             return 0
         arguments.reject_others()
         config = arguments.config()
-        with joined(config, env, trains=command == "train") as env, recorded():
+        with joined(config, env, trains=command == "train" and not config.trainer.rehearse) as env, recorded():
             act(config, env)
     except (ConfigError, CheckpointError) as error:
         report(str(error), env)
