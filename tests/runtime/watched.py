@@ -2,16 +2,20 @@
 `rollout` (2), each doing what a test asks of it.
 """
 
+import ast
 import ctypes
+import difflib
 import multiprocessing
 import os
 import re
 import signal
 import socket
 import sys
+import textwrap
 import threading
 import time
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -137,11 +141,15 @@ def raise_an_error() -> None:
 
 
 def move_for_long() -> None:
-    """A phase of six seconds that does something all the time."""
+    """A phase of six seconds that does something all the time, in many places: a thread is looked at where it gives
+    Python's lock away, which in one small loop is always the same instruction."""
     end = time.monotonic() + 6
     while time.monotonic() < end:
-        sum(range(1000))
         [x * x for x in range(1000)]
+        textwrap.wrap("a rank that moves " * 20)
+        ast.dump(ast.parse("x = [a + b for a, b in c]\n" * 20))
+        list(difflib.unified_diff("abcdef" * 8, "abcfed" * 8))
+        sum(Fraction(1, x) for x in range(1, 30))
 
 
 FAILS = (hang_in_python, spin_in_python, hold_pythons_lock, raise_an_error)
