@@ -28,6 +28,7 @@ from spmd_rl.config.load import compose
 from spmd_rl.data.batch import Batch, Ragged
 from spmd_rl.engines.base import Outputs
 from spmd_rl.engines.fsdp import FsdpEngine
+from spmd_rl.engines.host_pool import Swap
 from spmd_rl.models.loading import allocate, build_meta, load_hf_config
 from spmd_rl.models.policy import Policy, decoder_layers
 from spmd_rl.runtime.bootstrap import Runtime, start, stop
@@ -193,11 +194,13 @@ def measure(point: Point, base: Runtime) -> dict[str, Any]:
         meter.note("objective")
         return outputs["log_probs"].mean() / len(micro), {}
 
+    swap = Swap("actor.optimizer", lambda: engine.resident("optimizer"), base.device)
+
     def move(to_host: bool) -> list[dict[str, Any]]:
         if not point.offload_optimizer:
             return []
         what = "optimizer leaves" if to_host else "optimizer returns"
-        return [meter.during(what, lambda: engine.move("optimizer", to_host))]
+        return [meter.during(what, lambda: move_now(swap, to_host))]
 
     runs = [built, meter.during("first forward", lambda: engine.forward(batch, micro, ["log_probs"]))]
     runs.append(meter.during("first update", lambda: engine.train(batch, micro, objective)))
@@ -206,6 +209,12 @@ def measure(point: Point, base: Runtime) -> dict[str, Any]:
     runs += move(to_host=False)
     runs.append(meter.during("update", lambda: engine.train(batch, micro, objective)))
     return compare(config, plan, runs, base) | {"runs": runs}
+
+
+def move_now(swap: Swap, to_host: bool) -> None:
+    """The whole way out or back."""
+    for act in (swap.leave, swap.free) if to_host else (swap.come, swap.settle):
+        act()
 
 
 def compare(config: Config, plan: Plan, runs: list[dict[str, Any]], runtime: Runtime) -> dict[str, Any]:

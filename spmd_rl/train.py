@@ -33,7 +33,7 @@ def train(config: Config, env: LaunchEnvironment) -> None:
     try:
         if resume_from is not None:
             check_fingerprint(resume_from, inputs.model.fingerprint)
-        runtime = start(config, plan, env)
+        runtime = start(config, plan.with_shape(inputs.model.hf_config.to_dict()), env)
         if config.trainer.rehearse:
             report = rehearse(config, inputs, runtime)
             print(report if runtime.is_first else "", end="", flush=True)

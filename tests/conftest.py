@@ -3,8 +3,12 @@
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from tests.world import Worlds
+
+settings.register_profile("shared machine", deadline=None)  # a clock says nothing of what is tested
+settings.load_profile("shared machine")
 
 
 @pytest.fixture(scope="session")

@@ -19,6 +19,7 @@ from spmd_rl.config.roles import EngineConfig, OptimConfig
 from spmd_rl.data.order import PromptOrder, Rows
 from spmd_rl.engines.base import Engine
 from spmd_rl.engines.fsdp import FsdpEngine, compute_dtype
+from spmd_rl.engines.host_pool import Swap
 from spmd_rl.models.attention import check_attention
 from spmd_rl.models.loading import (
     allocate,
@@ -294,12 +295,12 @@ def _agreed_name(runtime: Runtime) -> str:
     return name[0]
 
 
-def let_move(residency: Residency, role: str, engine: Engine, config: EngineConfig) -> None:
+def let_move(
+    residency: Residency, role: str, engine: Engine, config: EngineConfig, device: torch.device, trained: bool = True
+) -> None:
     """Register what the config lets leave the device."""
-    for piece, may in (("params", config.offload_params), ("optimizer", config.offload_optimizer)):
+    optimizer = trained and config.offload_optimizer
+    for piece, may in (("params", config.offload_params), ("optimizer", optimizer)):
         if may:
-            residency.register(
-                f"{role}.{piece}",
-                partial(engine.move, piece, to_host=False),
-                partial(engine.move, piece, to_host=True),
-            )
+            name = f"{role}.{piece}"
+            residency.register(name, Swap(name, partial(engine.resident, piece), device))

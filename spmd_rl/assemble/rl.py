@@ -117,7 +117,8 @@ def make_scorer(config: Config, plan: Plan, job_rank: int, *prompts: Prompts | N
 
 def build_roles(config: Config, inputs: Inputs, runtime: Runtime) -> Roles:
     """Every role of the plan on its pool, `Remote` elsewhere; in the end the user's own ones take their places."""
-    residency, specs = Residency(), role_specs(config)
+    plan, specs = runtime.plan.with_shape(inputs.model.hf_config.to_dict()), role_specs(config)
+    residency = Residency(early=plan.early)
     models: dict[str, ModelRole | Remote] = {}
     for name, make_model in MODELS.items():
         engine_config = specs[name].engine if name in specs else None
@@ -125,11 +126,11 @@ def build_roles(config: Config, inputs: Inputs, runtime: Runtime) -> Roles:
             continue
         if runtime.plays(name):
             engine = make_model(config, inputs, runtime)
-            let_move(residency, name, engine, engine_config)
+            let_move(residency, name, engine, engine_config, runtime.device, specs[name].trained)
             models[name] = ModelRole(name, engine, runtime.groups.along(runtime.layout(name).batch, "dp"))
         else:
             models[name] = Remote((name,))
-    rollout, sync = _rollout(config, inputs, runtime, models["actor"])
+    rollout, sync = _rollout(config, inputs, runtime, models["actor"], residency)
     roles = Roles(
         **{"reward_model" if name == "reward" else name: model for name, model in models.items()},
         questions=inputs.questions,
@@ -145,14 +146,15 @@ def build_roles(config: Config, inputs: Inputs, runtime: Runtime) -> Roles:
 
 
 def _rollout(
-    config: Config, inputs: Inputs, runtime: Runtime, actor: ModelRole | Remote
+    config: Config, inputs: Inputs, runtime: Runtime, actor: ModelRole | Remote, residency: Residency
 ) -> tuple[Rollout | Remote, WeightSync | None]:
     """The rollout where it lives, and what brings it the weights when that is not the actor's pool."""
     layout, rollout = runtime.layout("rollout"), None
     if runtime.plays("rollout"):
         sampler = make_rollout_engine(config, inputs.model, runtime)
         source = actor.engine if isinstance(actor, ModelRole) else None
-        rollout = Rollout(config, runtime, sampler, source)
+        rollout = Rollout(config, runtime, sampler, source, residency)
+        residency.asleep = sampler.asleep_bytes
     sync = None
     if layout.pool != runtime.layout("actor").pool and runtime.plays("actor", "rollout"):
         engine = actor.engine if isinstance(actor, ModelRole) else None

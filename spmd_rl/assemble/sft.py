@@ -39,7 +39,7 @@ class SftInputs:
             "actor", config, self.model, config.actor.engine, runtime,
             folder=self.model.folder, optim=config.actor.optim, total_steps=self.total_steps * updates_a_step(config),
         )  # fmt: skip
-        let_move(residency, "actor", engine, config.actor.engine)
+        let_move(residency, "actor", engine, config.actor.engine, runtime.device)
         actor = ModelRole("actor", engine, runtime.groups.along(runtime.layout("actor").batch, "dp"))
         return SftTrainer(
             config, runtime, actor, residency, self.order, self.validation, trackers, checkpointer, self.total_steps,

@@ -63,6 +63,7 @@ class Engine(Protocol):
         """Take what DCP loaded into `state()`, as it was after `version` optimizer steps."""
         ...
 
-    def move(self, piece: str, to_host: bool) -> int:
-        """Move `params` or `optimizer` (state and gradients) between device and host; bytes moved."""
+    def resident(self, piece: str) -> list[Tensor]:
+        """What a hot swap takes off the device: this rank's local tensors of `params` or `optimizer` (state and
+        gradients). Their storages are emptied and filled again, so the engine must reach them by these alone."""
         ...

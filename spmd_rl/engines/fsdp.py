@@ -136,6 +136,7 @@ class FsdpEngine:
                     found = found.float() if found.is_floating_point() else found
                     none[name] = found[:0]
                     columns[name] += zip(rows, found.split(counts) if rows else (), strict=True)
+        self._sharded()
         in_order = {name: [piece for _, piece in sorted(pairs, key=lambda p: p[0])] for name, pairs in columns.items()}
         lengths = [len(piece) for piece in next(iter(in_order.values()), [])]  # of the rows that are in `micro`
         lengths_N = torch.tensor(lengths, dtype=torch.int64)
@@ -234,26 +235,21 @@ class FsdpEngine:
             set_optimizer_state_dict(self.model, self.optimizer, state["optimizer"])
         self.version = version
 
-    def move(self, piece: str, to_host: bool) -> int:
-        """Nothing moves on a CPU, nor under FSDP's own offload, which streams by itself."""
-        if self.config.fsdp.offload_policy or self.device.type == "cpu":
-            return 0
-        target = torch.device("cpu") if to_host else self.device
+    def resident(self, piece: str) -> list[Tensor]:
+        parameters = list(self._sharded().parameters())
         if piece == "params":
-            moved = sum(_nbytes(p) for p in self.model.parameters() if p.device.type != target.type)
-            self.model.to(target)
-            return moved
+            return [_local(p) for p in parameters]
         assert piece == "optimizer", piece
-        return self._move_optimizer(target)
+        states = self.optimizer.state.values() if self.optimizer else ()
+        moments = [x for state in states for x in state.values() if isinstance(x, Tensor) and x.ndim]
+        return [_local(x) for x in [*moments, *(p.grad for p in parameters if p.grad is not None)]]
 
-    def _move_optimizer(self, target: torch.device) -> int:
-        moved = 0
-        for state in self.optimizer.state.values() if self.optimizer else ():
-            for name, value in state.items():
-                if isinstance(value, Tensor) and value.ndim and value.device.type != target.type:
-                    moved += _nbytes(value)
-                    state[name] = value.to(target)
-        return moved
+    def _sharded(self) -> nn.Module:
+        """The model with nothing gathered: what a forward without a backward leaves is let go."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+        return self.model
 
 
 def full(parameter: Tensor) -> Tensor:
@@ -266,6 +262,5 @@ def _address(parameter: Tensor) -> int:
     return local.data_ptr()
 
 
-def _nbytes(x: Tensor) -> int:
-    local = x.to_local() if isinstance(x, DTensor) else x
-    return local.numel() * local.element_size()
+def _local(x: Tensor) -> Tensor:
+    return x.to_local() if isinstance(x, DTensor) else x

@@ -13,6 +13,7 @@ from rich.text import Text
 from spmd_rl.config import Config
 from spmd_rl.observe.jsonl import read_metrics
 from spmd_rl.observe.live import Report
+from spmd_rl.observe.memory import ALLOCATED, OF_PLAN, PLANNED
 from spmd_rl.observe.tracking import Metrics, Sample
 
 COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
@@ -29,6 +30,9 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 
 CHAT_MARKER = re.compile(r"<\|im_start\|>\w*|<\|start_header_id\|>\w*|<\|[^|<>]*\|>")
 """What a chat template puts around the turns; not worth a reader's eye."""
+
+MEMORY_STEPS = 2
+"""How many steps say what they took of the planned memory: AdamW's state is there from the second one on."""
 
 WARN_ABOVE_ZERO = ("reward/errors", "reward/timeouts", "actor/skipped_updates", "sft/skipped_updates")
 """Counters that are shown only when something happened."""
@@ -69,6 +73,9 @@ class ConsoleTracker:
         validation = {name: value for name, value in metrics.items() if name.startswith("val-core/")}
         if len(validation) < len(metrics) and any(not name.startswith("val-") for name in metrics):
             self._print(Text(self.step_line(metrics, step)))
+            memory = memory_line(metrics)
+            if memory and step <= self._start_step + MEMORY_STEPS:
+                self._print(Text(memory, style="dim"))
             if self._progress:
                 self._progress.update(self._progress.task_ids[0], completed=step, left=self._left(step))
         if validation:
@@ -156,6 +163,17 @@ def _ranks(ranks: Sequence[int]) -> str:
     if list(ranks) == list(range(ranks[0], ranks[-1] + 1)):
         return f"ranks {ranks[0]}-{ranks[-1]}"
     return f"ranks {', '.join(map(str, ranks))}" if len(ranks) <= 4 else f"{len(ranks)} ranks"
+
+
+def memory_line(metrics: Metrics) -> str:
+    """`peak GB of the plan's: generate 60.1 of 69.9 (0.86), update_actor 33.2 of 32.5 (1.02)`; empty on a CPU."""
+    words = []
+    for name, ratio in metrics.items():
+        if name.startswith(f"{OF_PLAN}/"):
+            phase = name.removeprefix(f"{OF_PLAN}/")
+            planned = metrics[f"{PLANNED}/{phase}"]
+            words.append(f"{phase} {metrics[f'{ALLOCATED}/{phase}']:.1f} of {planned:.1f} ({ratio:.2f})")
+    return f"    peak GB of the plan's: {', '.join(words)}" if words else ""
 
 
 def _progress(console: Console, start_step: int, steps: int) -> Progress:

@@ -8,6 +8,7 @@ import torch
 from spmd_rl.config import Config
 from spmd_rl.data.batch import Batch
 from spmd_rl.engines.base import Engine
+from spmd_rl.roles.residency import Residency
 from spmd_rl.rollout.base import Request, RolloutEngine, to_batch
 from spmd_rl.rollout.sampling import SamplingParams
 from spmd_rl.runtime.bootstrap import Runtime
@@ -29,12 +30,20 @@ class HasPrompt(Protocol):
 class Rollout:
     """Samples replies; takes the actor's weights whenever they have changed since the last time."""
 
-    def __init__(self, config: Config, runtime: Runtime, engine: RolloutEngine, actor: Engine | None) -> None:
+    def __init__(
+        self,
+        config: Config,
+        runtime: Runtime,
+        engine: RolloutEngine,
+        actor: Engine | None,
+        residency: Residency | None = None,
+    ) -> None:
         """`actor`: whose weights are taken; None where they come from another pool (`WeightSync`)."""
         self.config, self.runtime, self.layout = config, runtime, runtime.layout("rollout")
         self.pool_rank = runtime.pool_rank
         self.engine, self.actor = engine, actor
         self._path: TableSync | None = None
+        self.residency = residency or Residency()
         self.synced_at = -1
         """The actor's version (optimizer steps) that the engine holds; -1 before the first sync."""
 
@@ -44,9 +53,14 @@ class Rollout:
         mine = self.layout.dp_rank(self.pool_rank)
         return slice(int(starts[mine]), int(starts[mine + 1]))
 
+    @property
+    def stale(self) -> bool:
+        """Whether the actor has moved on since its weights were taken."""
+        return self.actor is not None and self.synced_at != self.actor.version
+
     def sync(self) -> bool:
         """Weight sync, if the actor has moved on; whether there was one."""
-        if self.actor is None or self.synced_at == self.actor.version:
+        if self.actor is None or not self.stale:
             return False
         held = self.actor.held()
         if held is None or self.engine.held is None:
@@ -71,8 +85,10 @@ class Rollout:
 
         On ranks of a replica that do not collect, the batch has the same columns and no rows.
         """
+        self.residency.enter("weight_sync" if self.stale else "decode")
         self.engine.wake("weights")
         self.sync()
+        self.residency.enter("decode")
         self.engine.wake("kv_cache")
         share = self.share(len(prompts))
         requests = [Request(p.uid, p.prompt_ids, n) for p in prompts[share]]

@@ -62,6 +62,10 @@ class RolloutEngine(Protocol):
         """Be ready for new `weights`, or (after them) to generate: `kv_cache`."""
         ...
 
+    def asleep_bytes(self) -> int:
+        """Of what torch's allocator counts, the bytes that are not on the GPU because the engine sleeps."""
+        ...
+
 
 def to_batch(requests: Sequence[Request], replies: Sequence[Sequence[Reply]]) -> Batch:
     """Rows in request order, samples inside: the columns that docs/architecture.md lists for a rollout."""

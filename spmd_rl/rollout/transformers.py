@@ -131,6 +131,10 @@ class TransformersRollout:
     def wake(self, what: str) -> None:
         """Nothing to do."""
 
+    def asleep_bytes(self) -> int:
+        """None: nothing of it leaves the device."""
+        return 0
+
     @torch.inference_mode()
     def generate(
         self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int

@@ -66,6 +66,9 @@ class VllmRollout:
             self.vllm.wake([what])
             self.asleep = what != "kv_cache"
 
+    def asleep_bytes(self) -> int:
+        return self.vllm.pool_bytes() if self.asleep else 0
+
     def close(self) -> None:
         self.vllm.close()
 

@@ -201,6 +201,12 @@ class Vllm:
     def sleep(self, level: int) -> None:
         self.engine.sleep(level)
 
+    def pool_bytes(self) -> int:
+        """What sleep mode manages: weights and KV cache, on the GPU or not."""
+        from vllm.device_allocator.cumem import CuMemAllocator
+
+        return CuMemAllocator.get_instance().get_current_usage()
+
     def wake(self, tags: list[str]) -> None:
         self.engine.wake_up(tags)
 

@@ -87,16 +87,18 @@ def host_mistakes(config: Config, cluster: Cluster, pools: dict[str, Pool], offl
     """Hosts whose memory cannot hold what their ranks move there; `offloaded` is bytes a rank by pool."""
     if config.trainer.device == "cpu":
         return []
-    total = sum(
-        np.bincount(cluster.node_of[pool.array], minlength=len(cluster.nodes)) * offloaded.get(name, 0)
-        for name, pool in pools.items()
-    )
-    fullest, limit = int(np.max(total)), hardware(config).host_memory
-    if fullest <= limit:
+    nodes, limit = len(cluster.nodes), hardware(config).host_memory
+    ranks = {name: np.bincount(cluster.node_of[pool.array], minlength=nodes) for name, pool in pools.items()}
+    total = np.sum([ranks[name] * offloaded.get(name, 0) for name in pools], axis=0)
+    fullest = int(np.argmax(total))
+    if total[fullest] <= limit:
         return []
-    where = cluster.nodes[int(np.argmax(total))].address
-    has = f"a host has {limit / GIB:.0f} GiB; shard over more ranks or offload less"
-    return [f"memory: offloads put {fullest / GIB:.0f} GiB on {where}, but {has}"]
+    parts = [
+        f"{ranks[n][fullest]} ranks × {offloaded[n] / GIB:.1f}" for n in pools if offloaded.get(n) and ranks[n][fullest]
+    ]
+    needs = f"{' + '.join(parts)} = {total[fullest] / GIB:.1f} GiB on {cluster.nodes[fullest].address}"
+    has = f"a host has {limit / GIB:.1f} GiB (cluster.host_memory_gib); shard over more ranks or offload less"
+    return [f"memory: what is offloaded pins {needs}, but {has}"]
 
 
 def _memory_mend(config: Config, worst: PhaseMemory) -> str:

@@ -13,7 +13,7 @@ from spmd_rl.topology.fsdp_memory import DTYPE_BYTES, FsdpMemory, Items
 from spmd_rl.topology.hardware import GIB, hardware
 from spmd_rl.topology.layout import RoleLayout
 from spmd_rl.topology.megatron_memory import MegatronMemory
-from spmd_rl.topology.phases import Phase, load, row_tokens, samples_a_prompt, step_phases
+from spmd_rl.topology.phases import TIMED, UPDATES, Phase, load, row_tokens, samples_a_prompt, step_phases
 from spmd_rl.topology.roles import RoleSpec, role_specs
 from spmd_rl.topology.shape import ModelShape, load_shape
 
@@ -53,7 +53,7 @@ def memory(
         if not phase.why_skipped:
             stages = _stages(roles[phase.role]) if phase.role else 1
             found += [_phase_memory(config, roles, phase, stage, shape) for stage in range(stages)]
-    return found
+    return _with_early(config, roles, found, shape)
 
 
 def card_bytes(config: Config) -> int:
@@ -169,6 +169,47 @@ def _held(
     if not (working and updating) and spec.engine.offload_optimizer:
         held["optimizer"] = 0
     return held
+
+
+def _with_early(
+    config: Config, roles: dict[str, RoleLayout], found: list[PhaseMemory], actor: ModelShape
+) -> list[PhaseMemory]:
+    """Offloaded optimizers come back while others work, if all phases from there to their update have room for them.
+
+    They start to when generation is over; with `filter_groups`, whose rounds generate again, when the last round is.
+    """
+    phases = [phase.name for phase in step_phases(config, roles)]
+    limit = card_bytes(config) if config.trainer.device != "cpu" else None
+    for spec in role_specs(config).values():
+        if spec.engine is None or spec.optim is None or not spec.engine.offload_optimizer or "generate" not in phases:
+            continue
+        first = phases.index("generate") + (2 if config.algorithm.filter_groups.enable else 1)
+        between = phases[first : phases.index(UPDATES[spec.role])]
+        layout, shape = roles[spec.role], role_shape(spec, actor)
+        size = {
+            stage: engine_memory(config, spec, layout, shape, stage).held(trained=True)["optimizer"]
+            for stage in range(_stages(layout))
+        }
+        grown = {
+            i: replace(m, items=m.items | {f"{spec.role}: optimizer": size.get(m.stage, size[0])})
+            for i, m in enumerate(found)
+            if m.phase in between and m.pool == layout.pool
+        }
+        if limit is None or all(m.peak <= limit for m in grown.values()):
+            found = [grown.get(i, m) for i, m in enumerate(found)]
+    return found
+
+
+def early_pieces(config: Config, found: list[PhaseMemory]) -> dict[str, frozenset[str]]:
+    """Phase, as the loop calls it -> the pieces that are there before they are needed, as residency calls them."""
+    early: dict[str, frozenset[str]] = {}
+    for spec in role_specs(config).values():
+        if spec.optim is not None and spec.engine is not None and spec.engine.offload_optimizer:
+            for m in found:
+                if f"{spec.role}: optimizer" in m.items and m.phase != UPDATES[spec.role] and m.phase in TIMED:
+                    timed = TIMED[m.phase]
+                    early[timed] = early.get(timed, frozenset()) | {f"{spec.role}.optimizer"}
+    return early
 
 
 def offloaded_bytes(config: Config, roles: dict[str, RoleLayout], actor: ModelShape) -> dict[str, int]:

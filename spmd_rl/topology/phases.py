@@ -6,17 +6,20 @@ from spmd_rl.config import Config
 from spmd_rl.config.roles import EngineConfig
 from spmd_rl.topology.layout import RoleLayout
 
-PHASES = (
-    "prompts",
-    "generate",
-    "reward",
-    "old log-probs",
-    "ref log-probs",
-    "values",
-    "advantages",
-    "update",
-    "critic update",
-)
+TIMED = {
+    "generate": "generate",
+    "reward": "reward",
+    "old log-probs": "old_log_prob",
+    "ref log-probs": "ref",
+    "teacher log-probs": "teacher",
+    "values": "values",
+    "advantages": "adv",
+    "critic update": "update_critic",
+    "update": "update_actor",
+}
+"""The phases as the loop times and measures them. The weight sync is in `generate`."""
+UPDATES = {"actor": "update", "critic": "critic update"}
+"""Trained role -> the phase of its optimizer steps."""
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,10 @@ def step_phases(config: Config, roles: dict[str, RoleLayout]) -> list[Phase]:
         phases.append(Phase("teacher log-probs", "teacher", roles["teacher"].pool))
     if "critic" in roles:
         phases.append(Phase("values", "critic", roles["critic"].pool))
-    phases += [Phase("advantages", None, home), Phase("update", "actor", home)]
+    phases.append(Phase("advantages", None, home))
     if "critic" in roles:
         phases.append(Phase("critic update", "critic", roles["critic"].pool))
-    return phases
+    return [*phases, Phase("update", "actor", home)]
 
 
 def updates_a_step(config: Config) -> int:

@@ -1,7 +1,9 @@
 """The plan: the whole run's topology as one immutable value, computed without torch.distributed and without a GPU."""
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.topology.batch_checks import batch_warnings, schedule_warnings
@@ -11,8 +13,8 @@ from spmd_rl.topology.edges import ExchangeEdge, SyncEdge, exchange_edge, exchan
 from spmd_rl.topology.fold import demand, engine_layout, rollout_layout
 from spmd_rl.topology.groups import ProcessGroups, process_groups
 from spmd_rl.topology.layout import RoleLayout
-from spmd_rl.topology.memory import PhaseMemory, memory, offloaded_bytes
-from spmd_rl.topology.phases import Phase, step_phases
+from spmd_rl.topology.memory import PhaseMemory, early_pieces, memory, offloaded_bytes
+from spmd_rl.topology.phases import TIMED, Phase, step_phases
 from spmd_rl.topology.pool_times import PoolTime, pool_times
 from spmd_rl.topology.pools import place_pools
 from spmd_rl.topology.roles import RoleSpec, role_specs
@@ -48,11 +50,40 @@ class Plan:
         roles = {spec.role: role_layout(config, spec, pools[spec.pool].size) for spec in role_specs(config).values()}
         groups = process_groups(pools, roles)
         estimate = memory(config, pools, roles, shape)
-        mistakes = locality_mistakes(cluster, roles, groups) + memory_mistakes(config, estimate)
-        if shape is not None:
-            mistakes += host_mistakes(config, cluster, pools, offloaded_bytes(config, roles, shape))
-        demand(mistakes)
+        demand(
+            locality_mistakes(cluster, roles, groups) + _memory_mistakes(config, cluster, pools, roles, estimate, shape)
+        )
         return cls(config, cluster, shape, pools, roles, groups, step_phases(config, roles), estimate)
+
+    def with_shape(self, hf_config: Mapping[str, Any]) -> "Plan":
+        """The plan with memory and bounds, also where its model's shape is known only now that it has been found.
+
+        Raises ConfigError with what that shows to be a mistake.
+        """
+        if self.shape is not None:
+            return self
+        try:
+            shape = ModelShape.from_hf(hf_config)
+        except ConfigError:  # not a decoder: it may run, unplanned
+            return self
+        demand(check(self.config, self.cluster, shape))
+        estimate = memory(self.config, self.pools, self.roles, shape)
+        demand(_memory_mistakes(self.config, self.cluster, self.pools, self.roles, estimate, shape))
+        return replace(self, shape=shape, memory=estimate)
+
+    @cached_property
+    def early(self) -> dict[str, frozenset[str]]:
+        """Phase, as the loop calls it -> what a hot swap brings to the device there before it is needed."""
+        return early_pieces(self.config, self.memory)
+
+    @cached_property
+    def timed_peaks(self) -> dict[str, int]:
+        """Phase, as the loop calls it -> bytes on the rank that has most."""
+        peaks: dict[str, int] = {}
+        for found in self.memory:
+            if found.phase in TIMED:
+                peaks[TIMED[found.phase]] = max(found.peak, peaks.get(TIMED[found.phase], 0))
+        return peaks
 
     @property
     def warnings(self) -> list[str]:
@@ -133,6 +164,21 @@ def _shape(config: Config) -> tuple[ModelShape | None, list[str]]:
         return config_shape(config), []
     except ConfigError as error:
         return None, [str(error)]
+
+
+def _memory_mistakes(
+    config: Config,
+    cluster: Cluster,
+    pools: dict[str, Pool],
+    roles: dict[str, RoleLayout],
+    estimate: list[PhaseMemory],
+    shape: ModelShape | None,
+) -> list[str]:
+    """What does not fit on the cards and on the hosts; nothing is known without a shape."""
+    if shape is None:
+        return []
+    on_hosts = host_mistakes(config, cluster, pools, offloaded_bytes(config, roles, shape))
+    return memory_mistakes(config, estimate) + on_hosts
 
 
 def role_layout(config: Config, spec: RoleSpec, size: int) -> RoleLayout:

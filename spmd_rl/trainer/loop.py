@@ -14,10 +14,11 @@ from spmd_rl.config import Config
 from spmd_rl.data.order import PromptOrder
 from spmd_rl.engines.base import Engine
 from spmd_rl.observe.live import HERE
-from spmd_rl.observe.memory import PeakMemory
+from spmd_rl.observe.memory import PeakMemory, against_plan
 from spmd_rl.observe.metrics import timing_metrics
 from spmd_rl.observe.timer import Timer
 from spmd_rl.observe.tracking import Trackers
+from spmd_rl.roles.residency import Residency
 from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.trainer.border import Idle, largest, together
 from spmd_rl.trainer.checkpoint import Checkpointer, read_state
@@ -31,6 +32,7 @@ class Loop(ABC):
         config: Config,
         runtime: Runtime,
         engines: Mapping[str, Engine],
+        residency: Residency,
         order: PromptOrder[Any],
         trackers: Trackers,
         checkpointer: Checkpointer,
@@ -39,9 +41,11 @@ class Loop(ABC):
     ) -> None:
         """`engines`: the trained ones, by role; what a checkpoint holds."""
         self.config, self.runtime, self.engines, self.order = config, runtime, engines, order
+        self.residency = residency
         self.trackers, self.checkpointer, self.total_steps = trackers, checkpointer, total_steps
-        sync = torch.cuda.synchronize if runtime.device.type == "cuda" else None
-        self.timer, self.peaks = Timer(sync, lambda: runtime.waits.seconds), PeakMemory(runtime.device)
+        work = _wait_for_work if runtime.device.type == "cuda" else None
+        self.timer = Timer(work, lambda: runtime.waits.seconds)
+        self.peaks = PeakMemory(runtime.device, lambda: residency.asleep())
         self.idle = Idle(runtime)
         self.fingerprint = dict(fingerprint)
         self.done = 0
@@ -105,7 +109,7 @@ class Loop(ABC):
 
     def save(self) -> None:
         """Save everything that the next step depends on."""
-        with self.timer.phase("save_checkpoint"):
+        with self.timer.phase("save_checkpoint"), self.residency.hold("save"):
             tensors = {role: engine.state() for role, engine in self.engines.items()}
             self.checkpointer.save(self.done, tensors, together(self.state(), self.runtime), self.files())
 
@@ -151,10 +155,13 @@ class Loop(ABC):
         self.asked_to_stop = True
 
     def _together(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """The step's metrics of all pools, with its times and peaks."""
+        """The step's metrics of all pools, with its times, its swaps, and its peaks beside the plan's."""
         metrics = together({**metrics, **self.idle.take()}, self.runtime)
         seconds = largest(self.timer.take(), self.runtime)
-        return metrics | self._timing(metrics, seconds) | largest(self.peaks.take(self.runtime.everyone), self.runtime)
+        peaks = largest(self.peaks.take(self.runtime.everyone), self.runtime)
+        swaps = largest(self.residency.take(), self.runtime)
+        memory = peaks | against_plan(peaks, self.runtime.plan.timed_peaks)
+        return metrics | self._timing(metrics, seconds) | memory | swaps
 
     def _timing(self, metrics: Mapping[str, float], seconds: Mapping[str, float]) -> dict[str, float]:
         prompt = metrics.get("prompt_length/mean", 0.0)
@@ -162,6 +169,11 @@ class Loop(ABC):
         tokens = metrics.get("perf/total_num_tokens", 0.0)
         rows = tokens / (prompt + response) if prompt + response else 0.0
         return timing_metrics(seconds, prompt * rows, response * rows, self.runtime.plan.world_size)
+
+
+def _wait_for_work() -> None:
+    """For what the rank gave its device, not for what goes on beside it (hot swap)."""
+    torch.cuda.current_stream().synchronize()
 
 
 def saved_step(folder: Path | None) -> int:

@@ -12,7 +12,6 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from transformers import PretrainedConfig
 
 from spmd_rl.config import Config
 from spmd_rl.data.batch import Batch
@@ -24,26 +23,12 @@ from spmd_rl.observe.tracking import Trackers
 from spmd_rl.roles.reward import Reward
 from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.topology.hardware import GIB, hardware
-from spmd_rl.topology.memory import memory
+from spmd_rl.topology.phases import TIMED
 from spmd_rl.topology.plan import Plan
-from spmd_rl.topology.shape import ModelShape
 from spmd_rl.trainer.border import largest
 from spmd_rl.trainer.checkpoint import Checkpointer
 from spmd_rl.trainer.loop import Loop
 from spmd_rl.trainer.trainer import Trainer
-
-TIMED = {
-    "generate": "generate",
-    "reward": "reward",
-    "old log-probs": "old_log_prob",
-    "ref log-probs": "ref",
-    "teacher log-probs": "teacher",
-    "values": "values",
-    "advantages": "adv",
-    "update": "update_actor",
-    "critic update": "update_critic",
-}
-"""The plan's phases as the loop times them. The weight sync is in `generate`."""
 
 
 class RunInputs(Protocol):
@@ -72,7 +57,7 @@ class Line:
 
 def rehearse(config: Config, inputs: RunInputs, runtime: Runtime) -> str:
     """Take the step; what it took, as a table. Raises what the run itself would (out of memory)."""
-    plan, config = with_shape(runtime.plan, inputs.model.hf_config), long_replies(config)
+    plan, config = runtime.plan, long_replies(config)
     inputs.order = PromptOrder(longest(inputs.order.rows, config), config.data.train_batch_size, drop_last=False)
     nowhere = Checkpointer(Path(config.trainer.output_dir), config.trainer.checkpoint, runtime)  # never saves
     loop = inputs.loop(config, runtime, Trackers([]), nowhere)
@@ -83,14 +68,6 @@ def rehearse(config: Config, inputs: RunInputs, runtime: Runtime) -> str:
     seconds = largest(slowest(loop.timer.take(), runtime), runtime)
     peaks = largest(loop.peaks.take(runtime.everyone), runtime)
     return table(lines(plan, runtime.env.rank, seconds, peaks), plan, runtime.device)
-
-
-def with_shape(plan: Plan, hf_config: PretrainedConfig) -> Plan:
-    """The plan with memory and bounds, also where its model's shape is known only now that the model has been found."""
-    if plan.shape is not None:
-        return plan
-    shape = ModelShape.from_hf(hf_config.to_dict())
-    return replace(plan, shape=shape, memory=memory(plan.config, plan.pools, plan.roles, shape))
 
 
 def long_replies(config: Config) -> Config:

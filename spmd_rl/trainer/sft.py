@@ -48,8 +48,8 @@ class SftTrainer(Loop):
         fingerprint: dict[str, Any],
     ) -> None:
         engines = {"actor": actor.engine}
-        super().__init__(config, runtime, engines, rows, trackers, checkpointer, total_steps, fingerprint)
-        self.actor, self.residency, self.rows, self.validation = actor, residency, rows, validation
+        super().__init__(config, runtime, engines, residency, rows, trackers, checkpointer, total_steps, fingerprint)
+        self.actor, self.rows, self.validation = actor, rows, validation
 
     def step(self, step: int) -> dict[str, float]:
         """Train on the next conversations; the loss is the mean over the counted tokens of each mini-batch."""

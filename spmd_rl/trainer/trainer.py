@@ -85,7 +85,9 @@ class Trainer(Loop):
     ) -> None:
         trained = {"actor": roles.actor, "critic": roles.critic}
         engines = {name: role.engine for name, role in trained.items() if isinstance(role, ModelRole)}
-        super().__init__(config, runtime, engines, prompts, trackers, checkpointer, total_steps, fingerprint)
+        super().__init__(
+            config, runtime, engines, roles.residency, prompts, trackers, checkpointer, total_steps, fingerprint
+        )
         self.roles, self.prompts, self.validation = roles, prompts, validation
         self.estimator = configured_estimator(config)
         self.collect: Collect = groups_with_signal if config.algorithm.filter_groups.enable else one_round
@@ -290,7 +292,7 @@ class Trainer(Loop):
         if self.validation is None:
             return {}
         self.sync()
-        with self.timer.phase("testing"), self.roles.residency.hold("generate"):
+        with self.timer.phase("testing"):
             metrics, samples = validate(self.validation, self.validation_round, self.config)
         self.trackers.samples(samples, step, "val")
         return metrics
@@ -340,7 +342,7 @@ class Trainer(Loop):
     @contextmanager
     def phase(self, name: str) -> Iterator[Guard]:
         """A phase of the step: its pieces on the device, its time and peak taken, and what looks for nan and inf."""
-        with self.timer.phase(name, waits=False), self.roles.residency.hold(name), self.peaks.phase(name):
+        with self.timer.phase(name, waits=False), self.residency.hold(name), self.peaks.phase(name):
             yield Guard(self.runtime, name)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from spmd_rl.config.roles import OptimConfig
 from spmd_rl.data.batch import Batch, Ragged
 from spmd_rl.engines.base import Outputs
 from spmd_rl.engines.fsdp import FsdpEngine, full
+from spmd_rl.engines.host_pool import Swap
 from spmd_rl.models.loading import build_meta
 from spmd_rl.models.policy import Policy, huggingface_name
 from spmd_rl.observe.metrics import Partial, total
@@ -143,3 +145,49 @@ def after_updates(
             left = [n for n, p in engine.model.named_parameters() if p.grad is not None]
             seen.append({"result": result, "parameters": parameters(engine), "gradients left": left})
         return seen
+
+
+def swapped_updates(overrides: Sequence[str], swapping: bool) -> list[Tensor]:
+    """Log-probs, parameters and optimizer state of three updates, with everything moved away and back at each place."""
+    plan = [[6, 0], [2], [], [1, 5], [3, 4]]
+    with actor(overrides) as engine:
+        swaps = [Swap(name, partial(engine.resident, name), engine.device) for name in ("params", "optimizer")]
+        rows, micro = mine(engine, plan)
+        seen: list[Tensor] = []
+        for _ in range(3):
+            move(engine, swaps if swapping else [])
+            columns = engine.forward(rows, micro, ["log_probs"])
+            move(engine, swaps if swapping else [])
+            engine.train(rows, micro, objective)
+            move(engine, swaps if swapping else [])
+            seen += [columns["log_probs"].values, *parameters(engine).values(), *engine.resident("optimizer")]
+        return [x.detach().clone() for x in seen]
+
+
+def move(engine: FsdpEngine, swaps: Sequence[Swap]) -> None:
+    """Away and back; the objects stay the same ones, and while they are away they hold nothing."""
+    before = [id(p) for p in engine.model.parameters()]
+    for swap in swaps:
+        swap.leave()
+    for swap in swaps:
+        swap.free()
+    assert not any(x.untyped_storage().nbytes() for swap in swaps for x in swap.tensors())
+    for swap in swaps:
+        swap.come()
+    for swap in swaps:
+        swap.settle()
+    assert [id(p) for p in engine.model.parameters()] == before
+
+
+def swapped_gradients() -> tuple[int, int, bool]:
+    """Bytes moved of an optimizer without state: before and after a backward; whether the gradients came back."""
+    with actor([]) as engine:
+        swap = Swap("optimizer", partial(engine.resident, "optimizer"), engine.device)
+        move(engine, [swap])
+        without = swap.take()[0].bytes
+        rows, micro = mine(engine, [[0, 1, 2, 3]])
+        part = rows.select(micro[0])
+        objective(part, engine._outputs(part, ["entropy"]))[0].backward()
+        known = gradient(engine)
+        move(engine, [swap])
+        return without, swap.take()[0].bytes, all(torch.equal(x, known[name]) for name, x in gradient(engine).items())

@@ -104,3 +104,18 @@ def test_any_metrics_make_a_line(config: Config, metrics: dict[str, float]) -> N
     tracker.start(config, 0, {})
     line = tracker.step_line(metrics, 4)
     assert line == ("step 4  loss 1.2500  lr 0.001" if metrics else "step 4")
+
+
+def test_the_first_steps_say_what_they_took_of_the_planned_memory(config: Config) -> None:
+    file = io.StringIO()
+    tracker = ConsoleTracker(Console(file=file, width=300, highlight=False, soft_wrap=True))
+    tracker.start(config, 4, {"steps": "9"})
+    memory = {
+        "perf/max_memory_allocated_gb/ref": 1.0,
+        "perf/planned_memory_gb/ref": 2.0,
+        "perf/memory_of_plan/ref": 0.5,
+    }
+    for step in (5, 6, 7):
+        tracker.log(STEP | memory, step)
+    lines = [line for line in file.getvalue().splitlines() if "peak GB" in line]
+    assert lines == ["    peak GB of the plan's: ref 1.0 of 2.0 (0.50)"] * 2

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spmd_rl.observe.memory import GIB, PeakMemory
+from spmd_rl.observe.console import memory_line
+from spmd_rl.observe.memory import GIB, PeakMemory, against_plan
 
 
 class Device:
@@ -44,6 +45,30 @@ def test_each_phase_has_its_own_peak(monkeypatch: pytest.MonkeyPatch) -> None:
         "perf/max_memory_allocated_gb/generate": 4,
     }
     assert peaks.take(group)["perf/max_memory_allocated_gb"] == 1  # type: ignore[arg-type]
+
+
+def test_what_sleeps_is_not_on_the_device_but_while_it_generates(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device(monkeypatch)
+    peaks = PeakMemory(torch.device("cuda", 0), asleep=lambda: 6 * GIB)
+    device.now = 7
+    device.use(2)
+    peaks.take(dist.ProcessGroup)  # type: ignore[arg-type]
+    with peaks.phase("generate"):
+        device.use(3)
+    with peaks.phase("update_actor"):
+        device.use(4)
+    found = peaks.take(dist.ProcessGroup)  # type: ignore[arg-type]
+    assert found["perf/max_memory_allocated_gb/generate"] == 10
+    assert found["perf/max_memory_allocated_gb/update_actor"] == 5
+    assert found["perf/max_memory_allocated_gb"] == 10
+
+
+def test_measured_peaks_stand_beside_the_plans() -> None:
+    measured = {"perf/max_memory_allocated_gb/update_actor": 3.0, "perf/max_memory_allocated_gb/adv": 1.0}
+    found = against_plan(measured, {"update_actor": 4 * GIB, "adv": 0, "generate": 9 * GIB})
+    assert found == {"perf/planned_memory_gb/update_actor": 4.0, "perf/memory_of_plan/update_actor": 0.75}
+    assert memory_line(measured | found) == "    peak GB of the plan's: update_actor 3.0 of 4.0 (0.75)"
+    assert memory_line(measured) == ""
 
 
 def test_a_cpu_says_nothing_of_the_kind(monkeypatch: pytest.MonkeyPatch) -> None:

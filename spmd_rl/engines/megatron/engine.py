@@ -179,6 +179,5 @@ class MegatronEngine:
             with on_device(self.device), torch.no_grad():
                 self.optimizer.resume(int(state["optimizer"]["steps"]))
 
-    def move(self, piece: str, to_host: bool) -> int:
-        """Nothing moves on a CPU."""
-        return 0 if self.device.type == "cpu" else self.memory.move(piece, to_host)
+    def resident(self, piece: str) -> list[Tensor]:
+        return self.memory.resident(piece)

@@ -1,58 +1,41 @@
-"""Parameters, optimizer and gradients leave the device and come back in place: views into buffers stay views."""
+"""What an engine holds on its device: what may leave it, and gradient buffers that are there for an update only."""
 
 from collections.abc import Iterable
 
 import torch
 from torch import Tensor, nn
 
+from spmd_rl.engines.host_pool import bytes_of, distinct_storages
 from spmd_rl.engines.megatron.optimizer import ShardedAdam
-
-Storage = torch.UntypedStorage
 
 
 class Memory:
-    """What an engine holds on its device, and where it is now."""
+    """Storages are emptied and filled in place, so that views into buffers stay views."""
 
     def __init__(self, chunks: list[nn.Module], optimizer: ShardedAdam | None) -> None:
         self.chunks, self.optimizer = chunks, optimizer
-        self._away: dict[int, tuple[Storage | None, int]] = {}
+        self._emptied: list[tuple[torch.UntypedStorage, int]] = []
 
-    def move(self, piece: str, to_host: bool) -> int:
-        """Move `params`, or `optimizer` (master weights and moments); bytes moved."""
+    def resident(self, piece: str) -> list[Tensor]:
+        """The tensors of `params`, or of `optimizer` (master weights and moments)."""
         assert piece in ("params", "optimizer"), piece
-        moving = _distinct([p.data for p in self._parameters()] if piece == "params" else self._states())
-        return sum(self._leave(s, keep=True) if to_host else self._come_back(s) for s in moving)
+        return [p.data for p in self._parameters()] if piece == "params" else self._states()
 
     def gradients(self, wanted: bool) -> None:
         """Have gradient buffers, full of noughts, or none: between updates nobody needs them."""
-        for storage in _distinct(p.main_grad for p in self._parameters() if hasattr(p, "main_grad")):  # type: ignore[misc]
-            if wanted:
-                self._come_back(storage)
-            else:
-                self._leave(storage, keep=False)
+        if not wanted:
+            storages = distinct_storages(self._gradients())
+            self._emptied += [(storage, storage.nbytes()) for storage in storages]
+            for storage in storages:
+                storage.resize_(0)
+            return
+        for storage, size in self._emptied:
+            storage.resize_(size)
+            bytes_of(storage).zero_()
+        self._emptied = []
 
-    def _leave(self, storage: Storage, keep: bool) -> int:
-        size = storage.nbytes()
-        if not size:
-            return 0
-        copy = None
-        if keep:
-            copy = Storage(size).pin_memory() if storage.device.type == "cuda" else Storage(size)
-            copy.copy_(storage)
-        self._away[storage._cdata] = (copy, size)
-        storage.resize_(0)
-        return size
-
-    def _come_back(self, storage: Storage) -> int:
-        if storage._cdata not in self._away:
-            return 0
-        copy, size = self._away.pop(storage._cdata)
-        storage.resize_(size)
-        if copy is None:
-            torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).zero_()
-        else:
-            storage.copy_(copy)
-        return size
+    def _gradients(self) -> Iterable[Tensor]:
+        return (p.main_grad for p in self._parameters() if hasattr(p, "main_grad"))  # type: ignore[misc]
 
     def _parameters(self) -> list[nn.Parameter]:
         return [p for chunk in self.chunks for p in chunk.parameters()]
@@ -62,7 +45,3 @@ class Memory:
             return []
         masters = [s.master for s in self.optimizer.shares if s.master.dtype != s.tensor.dtype]
         return [*masters, *(m for state in self.optimizer.adam.state.values() for m in state.values() if m.ndim)]
-
-
-def _distinct(tensors: Iterable[Tensor]) -> list[Storage]:
-    return list({s._cdata: s for s in (t.untyped_storage() for t in tensors)}.values())
