@@ -118,7 +118,7 @@ def make_scorer(config: Config, plan: Plan, job_rank: int, *prompts: Prompts | N
 def build_roles(config: Config, inputs: Inputs, runtime: Runtime) -> Roles:
     """Every role of the plan on its pool, `Remote` elsewhere; in the end the user's own ones take their places."""
     plan, specs = runtime.plan.with_shape(inputs.model.hf_config.to_dict()), role_specs(config)
-    residency = Residency(early=plan.early)
+    residency = Residency(early=plan.early, overlap=plan.overlaps)
     models: dict[str, ModelRole | Remote] = {}
     for name, make_model in MODELS.items():
         engine_config = specs[name].engine if name in specs else None
@@ -151,6 +151,7 @@ def _rollout(
     """The rollout where it lives, and what brings it the weights when that is not the actor's pool."""
     layout, rollout = runtime.layout("rollout"), None
     if runtime.plays("rollout"):
+        residency.enter("decode")  # the engine looks for its share of the card when it starts
         sampler = make_rollout_engine(config, inputs.model, runtime)
         source = actor.engine if isinstance(actor, ModelRole) else None
         rollout = Rollout(config, runtime, sampler, source, residency)

@@ -64,6 +64,8 @@ class Residency:
     early: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Phase -> pieces that are not needed yet, but have room there (`Plan.early`): they come while others work."""
 
+    overlap: bool = True
+    """Whether the weight sync has room for what is still leaving (`Plan.overlaps`)."""
     asleep: Callable[[], int] = int
     """Bytes of a sleeping rollout engine that torch still counts as allocated."""
 
@@ -83,26 +85,23 @@ class Residency:
     def enter(self, phase: str) -> None:
         """Free what `phase` does not need, then bring what it does, and after that what has room already.
 
-        In `weight_sync` what leaves is still being copied while weights are sent; the next phase frees it.
+        In `weight_sync` what leaves is still being copied while weights are sent, if there is room; `decode` frees it.
         """
         needed = PHASES[phase]
         allowed = needed | self.early.get(phase, frozenset())
         for name, piece in self.pieces.items():
             if name not in allowed:
                 piece.leave()
-        if phase != "weight_sync":
-            self._free(to_others=phase == "decode")
+        if phase != "weight_sync" or not self.overlap:
+            for piece in self.pieces.values():
+                piece.free()
+        if phase in ("weight_sync", "decode") and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()  # a rollout engine may have an allocator of its own
         for name in sorted(self.pieces, key=lambda name: name not in needed):
             if name in allowed:
                 self.pieces[name].come()
         for name in needed & self.pieces.keys():
             self.pieces[name].settle()
-
-    def _free(self, to_others: bool) -> None:
-        for piece in self.pieces.values():
-            piece.free()
-        if to_others and torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # a rollout engine may have an allocator of its own
 
     def take(self) -> dict[str, float]:
         """This rank's swaps since the last call: GB (2**30 bytes), GB/s while copying, seconds that the rank waited."""

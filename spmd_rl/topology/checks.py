@@ -22,6 +22,7 @@ from spmd_rl.topology.model_checks import length_mistakes, model_mistakes
 from spmd_rl.topology.pools import GLOBAL, place_pools
 from spmd_rl.topology.roles import RoleSpec, config_path, role_specs
 from spmd_rl.topology.shape import ModelShape
+from spmd_rl.topology.vllm_memory import VllmMemory, vllm_mistakes
 
 INSIDE_A_NODE = ("tp", "etp", "infer_tp")
 """Axes whose traffic is too dense for the network between hosts."""
@@ -83,6 +84,17 @@ def memory_mistakes(config: Config, estimate: list[PhaseMemory]) -> list[str]:
     return mistakes
 
 
+def rollout_memory_mistakes(
+    config: Config, roles: dict[str, RoleLayout], estimate: list[PhaseMemory], shape: ModelShape
+) -> list[str]:
+    """A vLLM engine whose share of the card leaves its KV cache too little; not on the CPU."""
+    if config.trainer.device == "cpu" or config.rollout.name != "vllm" or "rollout" not in roles:
+        return []
+    (generate,) = (found for found in estimate if found.phase == "generate")
+    others = sum(size for what, size in generate.items.items() if not what.startswith("rollout: "))
+    return vllm_mistakes(VllmMemory.of(config, roles["rollout"], shape), card_bytes(config) - others)
+
+
 def host_mistakes(config: Config, cluster: Cluster, pools: dict[str, Pool], offloaded: dict[str, int]) -> list[str]:
     """Hosts whose memory cannot hold what their ranks move there; `offloaded` is bytes a rank by pool."""
     if config.trainer.device == "cpu":
@@ -106,8 +118,11 @@ def _memory_mend(config: Config, worst: PhaseMemory) -> str:
     what = max(worst.items, key=lambda item: worst.items[item])
     role, _, item = what.partition(": ")
     engine = f"{'reward.model' if role == 'reward' else role}.engine"
+    kv_cache = "lower rollout.max_batch_rows or data.max_response_length"
+    if config.rollout.name == "vllm":
+        kv_cache = "lower rollout.gpu_memory_utilization, or offload more of the roles beside it"
     mends = {
-        "KV cache": "lower rollout.max_batch_rows or data.max_response_length",
+        "KV cache": kv_cache,
         "sampling": "lower rollout.max_batch_rows or data.max_prompt_length",
         "weights": "raise rollout.infer_tp" + (" with rollout.name=vllm" if config.rollout.name != "vllm" else ""),
         "activations": f"lower {engine}.max_tokens_per_micro_batch or set {engine}.gradient_checkpointing=true",

@@ -44,6 +44,7 @@ def document(plan: Plan) -> dict[str, Any]:
             for e in plan.exchanges
         ],
         "weight_sync": _sync(plan),
+        "vllm": plan.vllm_facts,
     }
 
 

@@ -16,6 +16,7 @@ from spmd_rl.topology.megatron_memory import MegatronMemory
 from spmd_rl.topology.phases import TIMED, UPDATES, Phase, load, row_tokens, samples_a_prompt, step_phases
 from spmd_rl.topology.roles import RoleSpec, role_specs
 from spmd_rl.topology.shape import ModelShape, load_shape
+from spmd_rl.topology.vllm_memory import VllmMemory, sleep_level
 
 RESERVE = int(1.5 * GIB)
 """CUDA context, NCCL's buffers and what the allocator cannot use; per rank, outside torch's own peak."""
@@ -96,20 +97,16 @@ def engine_memory(
 
 
 def rollout_memory(config: Config, layout: RoleLayout, shape: ModelShape) -> Items:
-    """What the rollout engine adds while it generates: weights, KV cache, and the buffers of a decode or prefill."""
+    """What the rollout engine takes while it generates: weights, KV cache, and the buffers of a decode or prefill."""
     if config.rollout.name == "vllm":
-        share = config.rollout.gpu_memory_utilization * hardware(config).memory / config.cluster.ranks_per_gpu
-        return {
-            "rollout weights": rollout_weights(config, layout, shape),
-            "KV cache": int(share) - rollout_weights(config, layout, shape),
-        }
+        return VllmMemory.of(config, layout, shape).awake()
     e, n = DTYPE_BYTES[config.rollout.dtype], samples_a_prompt(config)
     rows = wave_rows(config, layout)
     prefill = rows // n * config.data.max_prompt_length * act.layer_forward(shape, e)
     logits = rows * shape.vocab * (e + 12)
     step = rows * row_tokens(config) * e * shape.kv_cache_width * shape.layers
     return {
-        "rollout weights": rollout_weights(config, layout, shape),
+        "weights": rollout_weights(config, layout, shape),
         "KV cache": step,
         "sampling": max(prefill, logits),
     }
@@ -117,7 +114,9 @@ def rollout_memory(config: Config, layout: RoleLayout, shape: ModelShape) -> Ite
 
 def rollout_weights(config: Config, layout: RoleLayout, shape: ModelShape) -> int:
     """Bytes of the rollout engine's own copy on one rank."""
-    return DTYPE_BYTES[config.rollout.dtype] * shape.params // layout.mesh.axis_size("infer_tp", "infer_pp")
+    if config.rollout.name == "vllm":
+        return VllmMemory.of(config, layout, shape).weights
+    return DTYPE_BYTES[config.rollout.dtype] * shape.params
 
 
 def wave_rows(config: Config, layout: RoleLayout) -> int:
@@ -136,14 +135,15 @@ def _phase_memory(
         if layout.pool == phase.pool:
             working = role == phase.role
             at = stage if working else 0
-            held = _held(
-                config, specs[role], layout, role_shape(specs[role], actor), at, working, "update" in phase.name
-            )
+            if role == "rollout":
+                held = _rollout_held(config, roles, actor)
+            else:
+                updating = "update" in phase.name
+                held = _held(config, specs[role], layout, role_shape(specs[role], actor), at, working, updating)
             items |= {f"{role}: {what}": size for what, size in held.items()}
     moment = ""
     if phase.role == "rollout":
         extra = rollout_memory(config, roles["rollout"], actor)
-        extra.pop("rollout weights")
         items |= {f"rollout: {what}": size for what, size in extra.items()}
     elif phase.role:
         spec = specs[phase.role]
@@ -160,15 +160,32 @@ def _held(
     config: Config, spec: RoleSpec, layout: RoleLayout, shape: ModelShape, stage: int, working: bool, updating: bool
 ) -> Items:
     """What a role keeps on the GPU in a phase: all that its work there needs, else what is not offloaded."""
-    if spec.engine is None:
-        asleep = config.rollout.name == "vllm" and config.rollout.sleep_level > 0 and not working
-        return {} if asleep else {"weights": rollout_weights(config, layout, shape)}
+    assert spec.engine is not None, "the rollout has no engine"
     held = engine_memory(config, spec, layout, shape, stage).held(spec.trained)
     if not working and spec.engine.offload_params:
         held["parameters"] = 0
     if not (working and updating) and spec.engine.offload_optimizer:
         held["optimizer"] = 0
     return held
+
+
+def _rollout_held(config: Config, roles: dict[str, RoleLayout], actor: ModelShape) -> Items:
+    """What the rollout engine keeps on the GPU between its calls."""
+    if config.rollout.name == "vllm":
+        return VllmMemory.of(config, roles["rollout"], actor).between(sleep_level(config, roles))
+    return {"weights": rollout_weights(config, roles["rollout"], actor)}
+
+
+def overlaps(config: Config, roles: dict[str, RoleLayout], actor: ModelShape) -> bool:
+    """Whether a weight sync has room for all that leaves for the generation, so that it can leave meanwhile."""
+    if "rollout" not in roles or config.trainer.device == "cpu":
+        return True
+    everything = rollout_weights(config, roles["rollout"], actor)
+    for spec in role_specs(config).values():
+        if spec.engine is not None and spec.pool == roles["rollout"].pool:
+            held = engine_memory(config, spec, roles[spec.role], role_shape(spec, actor)).held(spec.trained)
+            everything += sum(held.values())
+    return everything <= card_bytes(config)
 
 
 def _with_early(
@@ -213,10 +230,14 @@ def early_pieces(config: Config, found: list[PhaseMemory]) -> dict[str, frozense
 
 
 def offloaded_bytes(config: Config, roles: dict[str, RoleLayout], actor: ModelShape) -> dict[str, int]:
-    """Bytes that one rank moves to its host, by pool: offloaded parameters and optimizer states, FSDP's own offload."""
+    """Bytes that one rank moves to its host, by pool: offloaded parameters and optimizer states, FSDP's own offload,
+    the weights of a rollout engine that sleeps at level 1."""
     total: dict[str, int] = {}
     for spec in role_specs(config).values():
         if spec.engine is None:
+            if config.rollout.name == "vllm":
+                engine_host = VllmMemory.of(config, roles[spec.role], actor).on_host(sleep_level(config, roles))
+                total[spec.pool] = total.get(spec.pool, 0) + engine_host
             continue
         engine, on_host = spec.engine, 0
         plain = replace(engine, fsdp=replace(engine.fsdp, offload_policy=False))

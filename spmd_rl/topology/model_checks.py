@@ -6,6 +6,7 @@ from spmd_rl.topology.fold import divisors, not_dividing, one_of
 from spmd_rl.topology.phases import row_tokens
 from spmd_rl.topology.roles import RoleSpec, config_path
 from spmd_rl.topology.shape import ModelShape
+from spmd_rl.topology.vllm_memory import padded_vocab
 
 
 def model_mistakes(config: Config, spec: RoleSpec, shape: ModelShape) -> list[str]:
@@ -56,7 +57,16 @@ def _ulysses_mistakes(name: str, size: int, shape: ModelShape) -> list[str]:
 
 
 def _rollout_mistakes(config: Config, shape: ModelShape) -> list[str]:
-    mistakes = _heads_mistakes("rollout.infer_tp", config.rollout.infer_tp, shape)
+    tp = config.rollout.infer_tp
+    mistakes = _heads_mistakes("rollout.infer_tp", tp, shape)
+    cuts = [("MLP columns", shape.intermediate), ("vocabulary entries, padded to 64,", padded_vocab(shape))]
+    if shape.moe_layers:
+        cuts.append(("columns of an expert", shape.moe_intermediate))
+    mistakes = mistakes or [
+        not_dividing("rollout.infer_tp", tp, f"the {number} {what} of {shape.name}", number)
+        for what, number in cuts
+        if number % tp and (what != "MLP columns" or shape.dense_layers)
+    ]
     if config.rollout.infer_pp > shape.layers:
         mistakes.append(
             f"rollout.infer_pp={config.rollout.infer_pp} is more than the {shape.layers} layers of {shape.name}; "

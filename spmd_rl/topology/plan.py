@@ -7,19 +7,20 @@ from typing import Any
 
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.topology.batch_checks import batch_warnings, schedule_warnings
-from spmd_rl.topology.checks import check, host_mistakes, locality_mistakes, memory_mistakes
+from spmd_rl.topology.checks import check, host_mistakes, locality_mistakes, memory_mistakes, rollout_memory_mistakes
 from spmd_rl.topology.cluster import Cluster, Pool
 from spmd_rl.topology.edges import ExchangeEdge, SyncEdge, exchange_edge, exchange_edges, sync_edge
 from spmd_rl.topology.fold import demand, engine_layout, rollout_layout
 from spmd_rl.topology.groups import ProcessGroups, process_groups
 from spmd_rl.topology.layout import RoleLayout
-from spmd_rl.topology.memory import PhaseMemory, early_pieces, memory, offloaded_bytes
+from spmd_rl.topology.memory import PhaseMemory, early_pieces, memory, offloaded_bytes, overlaps
 from spmd_rl.topology.phases import TIMED, Phase, step_phases
 from spmd_rl.topology.pool_times import PoolTime, pool_times
 from spmd_rl.topology.pools import place_pools
 from spmd_rl.topology.roles import RoleSpec, role_specs
 from spmd_rl.topology.shape import ModelShape, config_shape
 from spmd_rl.topology.traffic import Bound, Traffic, TrafficModel
+from spmd_rl.topology.vllm_memory import VllmMemory, facts, sleep_level, vllm_warnings
 
 
 @dataclass(frozen=True)
@@ -77,6 +78,16 @@ class Plan:
         return early_pieces(self.config, self.memory)
 
     @cached_property
+    def overlaps(self) -> bool:
+        """Whether what leaves for the generation may still be here during the weight sync; not without a shape."""
+        return self.shape is not None and overlaps(self.config, self.roles, self.shape)
+
+    @cached_property
+    def vllm_facts(self) -> dict[str, str]:
+        """What is estimated of the rollout engine on one rank, in words; empty where `vllm` is None."""
+        return facts(self.vllm, sleep_level(self.config, self.roles)) if self.vllm else {}
+
+    @cached_property
     def timed_peaks(self) -> dict[str, int]:
         """Phase, as the loop calls it -> bytes on the rank that has most."""
         peaks: dict[str, int] = {}
@@ -88,7 +99,15 @@ class Plan:
     @property
     def warnings(self) -> list[str]:
         """What can run but hardly does what is wanted, a sentence each."""
-        return batch_warnings(self.config) + schedule_warnings(self.config)
+        engine = self.vllm if self.config.trainer.device != "cpu" else None
+        return batch_warnings(self.config) + schedule_warnings(self.config) + (vllm_warnings(engine) if engine else [])
+
+    @cached_property
+    def vllm(self) -> VllmMemory | None:
+        """What a rank's rollout engine takes; None without one, or without a shape."""
+        if self.shape is None or "rollout" not in self.roles or self.config.rollout.name != "vllm":
+            return None
+        return VllmMemory.of(self.config, self.roles["rollout"], self.shape)
 
     @property
     def world_size(self) -> int:
@@ -178,7 +197,7 @@ def _memory_mistakes(
     if shape is None:
         return []
     on_hosts = host_mistakes(config, cluster, pools, offloaded_bytes(config, roles, shape))
-    return memory_mistakes(config, estimate) + on_hosts
+    return rollout_memory_mistakes(config, roles, estimate, shape) + memory_mistakes(config, estimate) + on_hosts
 
 
 def role_layout(config: Config, spec: RoleSpec, size: int) -> RoleLayout:

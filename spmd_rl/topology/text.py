@@ -14,9 +14,9 @@ SHOWN = 16
 
 
 def plan_text(plan: Plan) -> str:
-    """Pools, layouts, ranks, phases with memory, process groups, traffic."""
-    parts = [_head(plan), _pools(plan), _layouts(plan), _ranks(plan), _phases(plan), _pool_times(plan), _groups(plan)]
-    parts.append(_traffic(plan))
+    """Pools, layouts, ranks, phases with memory, the rollout engine, process groups, traffic."""
+    sections = (_head, _pools, _layouts, _ranks, _phases, _vllm, _pool_times, _groups, _traffic)
+    parts = [section(plan) for section in sections]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -149,6 +149,13 @@ def _phases(plan: Plan) -> str:
         "FLOP/s and bandwidths, not a forecast; a run is slower."
     )
     return "PHASES OF A STEP\n" + table(head, rows, right=(3, 4, 5)) + "\n" + note
+
+
+def _vllm(plan: Plan) -> str:
+    if not plan.vllm_facts:
+        return ""
+    rows = list(plan.vllm_facts.items())
+    return "ROLLOUT ENGINE (vLLM, one rank; an estimate)\n" + table(["what", "how much"], rows)
 
 
 def _groups(plan: Plan) -> str:

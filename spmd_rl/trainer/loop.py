@@ -129,10 +129,11 @@ class Loop(ABC):
 
     def load(self, folder: Path) -> None:
         """Continue after the step that `folder` was saved at, with the very next prompt."""
-        tensors = {role: engine.state() for role, engine in self.engines.items()}
-        state = self.checkpointer.load(folder, tensors)
-        for role, engine in self.engines.items():
-            engine.load_state(tensors[role], state["versions"][role])
+        with self.residency.hold("save"):
+            tensors = {role: engine.state() for role, engine in self.engines.items()}
+            state = self.checkpointer.load(folder, tensors)
+            for role, engine in self.engines.items():
+                engine.load_state(tensors[role], state["versions"][role])
         self.load_json(state, folder)
 
     def load_json(self, state: dict[str, Any], folder: Path) -> None:

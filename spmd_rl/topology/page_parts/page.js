@@ -238,6 +238,11 @@ function choosePhase(p) {
     for (const [what, bytes] of Object.entries(m.items).sort((a, b) => b[1] - a[1])) items.append(make("span", "", what), bar(bytes / m.peak, roleTone(what.split(":")[0])), make("span", "", size(bytes)));
     left.append(items, make("p", "note", `${size(m.peak)} of ${size(plan.card.usable)} usable on ${plan.card.name}` + (m.moment ? `; the peak is at: ${m.moment}.` : ".")));
   } else left.append(make("p", "note", p.skipped ? `Skipped: ${p.skipped}.` : "Nothing is held, or the model's shape is unknown."));
+  if (p.name === "generate" && Object.keys(plan.vllm).length) {
+    const engine = make("table", "");
+    fillTable(engine, ["vLLM on one rank", "estimate"], Object.entries(plan.vllm), []);
+    left.append(engine);
+  }
   const moves = plan.traffic.filter((t) => t.phase === p.name || (p.name === "generate" && t.phase === "weight sync"));
   if (moves.length) {
     const table = make("table", "");

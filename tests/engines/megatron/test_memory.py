@@ -23,7 +23,9 @@ def moved(folder: Path) -> dict[str, Any]:
             gradients = {p.main_grad.untyped_storage().nbytes() for p in engine.model.chunks[0].parameters()}
             held = engine.held()
             if moves:
-                swaps = [Swap(piece, partial(engine.resident, piece), engine.device) for piece in ("params", "optimizer")]
+                swaps = [
+                    Swap(piece, partial(engine.resident, piece), engine.device) for piece in ("params", "optimizer")
+                ]
                 for swap in swaps:
                     swap.leave()
                     swap.free()
