@@ -1,6 +1,7 @@
 """What vLLM takes, against sums done by hand and against a vLLM that runs (its CPU build)."""
 
 import importlib.util
+import os
 from typing import Any
 
 import pytest
@@ -166,9 +167,20 @@ def started(tp: int) -> dict[str, Any]:
 
     with runtime() as here, as_pool(here.pool_rank, here.pool.size, 0):
         settings = Settings(
-            resolve(ModelConfig(path="tiny-digits").path), torch.float32, tp, 1, 64, 0.1, True, True, False, 0,
-            torch.device("cpu"), False,
-        )  # fmt: skip
+            folder=resolve(ModelConfig(path="tiny-digits").path),
+            dtype=torch.float32,
+            infer_tp=tp,
+            infer_pp=1,
+            max_model_len=64,
+            gpu_memory_utilization=0.1,
+            enforce_eager=True,
+            enable_prefix_caching=True,
+            sleep=False,
+            seed=0,
+            device=torch.device("cpu"),
+            trust_remote_code=False,
+            name=f"memory test {os.getppid()}",
+        )
         vllm = Vllm(settings)
         try:
             caches = vllm.runner.kv_caches
