@@ -45,6 +45,11 @@ PATIENCE_S = 20.0
 """For an error that each rank finds by itself, or that another rank's end may have caused."""
 LOST_RANK = 75
 """Exit status of a rank that ends because of another one: not its fault, a new start may help (EX_TEMPFAIL)."""
+ENDS = {
+    processes.GONE: "died: its process is gone (kill -9, out of memory, a crash: see the launcher's log)",
+    processes.STOPPED: "is stopped (SIGSTOP, or a debugger)",
+}
+"""What a neighbour sees of a rank that does not speak."""
 COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset)|timed out|socket", re.IGNORECASE)
 
 
@@ -221,14 +226,13 @@ class Liveness:
         elif state == processes.RUNS and silent > 3 * self.beat_s:
             self._speak_for(found, silent)
         elif silent > self.silence_s:
-            how = "is stopped (SIGSTOP, or a debugger)" if state == processes.STOPPED else "fell silent"
-            self._blame([found], f"{how}; it last spoke {silent:.0f} s ago")
+            self._blame([found], f"{ENDS.get(state, 'fell silent')}; it last spoke {silent:.0f} s ago")
 
     def _blame_gone(self, rank: int) -> None:
         """A process is gone: it may have said why a moment before."""
         found = self._report_of(rank)
         if not found.ended:
-            self._blame([found], "died: its process is gone (kill -9, out of memory, a crash: see the launcher's log)")
+            self._blame([found], ENDS[processes.GONE])
 
     def _speak_for(self, found: Report, silent: float) -> None:
         unheard = found.unheard_s + silent
@@ -284,8 +288,11 @@ class Liveness:
             )
             text = "\n".join([text, *table([self._mine, *known])])
         else:
-            how = f"died, stopped or cannot be reached: the job's store, which it holds, is silent for {quiet:.0f} s"
-            text = self._message([holder], how, [self._mine, *known])
+            neighbour = holder.machine == self._mine.machine
+            state = processes.state(holder.pid, holder.born) if neighbour else processes.UNKNOWN
+            how = ENDS.get(state, "died, stopped or cannot be reached")
+            silent = f"{how}; the job's store, which it holds, has been silent for {quiet:.0f} s"
+            text = self._message([holder], silent, [self._mine, *known])
         if self.folder is not None:
             with suppress(OSError):
                 write_failure(self.folder, self.attempt, text)
