@@ -37,6 +37,9 @@ MODELS: dict[str, PretrainedConfig] = {
     "qwen2-bias": Qwen2Config(**(SIZES | {"hidden_size": 128}), tie_word_embeddings=False),
 }
 """vLLM's attention on a CPU takes heads of 32 and more."""
+APART = ["+pools.rollout.n_gpus_per_node=1", "rollout.pool=rollout", "trainer.schedule=sequential"]
+MEGATRON = ["engine=megatron"]
+FULL = ["rollout.verify_sync=full"]
 PACKED = "one rank, packed weights"
 CASES: dict[str, tuple[int, str, list[str]]] = {
     "one rank, llama": (1, "llama", []),
@@ -117,24 +120,45 @@ def test_weights_are_written_in_place_unless_they_are_packed(found: Any) -> None
         assert {rank["in place"] for rank in found(case)} == {case != PACKED}, case
 
 
-def test_a_run_is_the_transformers_engines(folders: dict[str, str], ranks: Worlds, tmp_path: Path) -> None:
+RUNS: dict[str, tuple[int, list[str]]] = {
+    "one rank": (1, []),
+    "2 ranks": (2, []),
+    "infer_tp 2": (2, ["rollout.infer_tp=2"]),
+    "1 + a pool of 1": (2, APART),
+    "2 + a pool of 2, infer_tp 2": (4, [*APART, "pools.rollout.n_gpus_per_node=2", "rollout.infer_tp=2"]),
+    "1 + a pool of 3 copies": (4, [*APART, "pools.rollout.n_gpus_per_node=3"]),
+    "megatron tp 2 to infer_tp 2": (2, [*MEGATRON, "actor.engine.megatron.tp=2", "rollout.infer_tp=2"]),
+    "megatron pp 2 to two copies": (2, [*MEGATRON, "actor.engine.megatron.pp=2"]),
+    "megatron tp 2 + a pool of infer_tp 2": (
+        4,
+        [*MEGATRON, "actor.engine.megatron.tp=2", *APART, "pools.rollout.n_gpus_per_node=2", "rollout.infer_tp=2"],
+    ),
+}
+"""Where `rollout=vllm` samples, and whose weights it has."""
+
+
+@pytest.fixture(scope="module")
+def by_transformers(folders: dict[str, str], ranks: Worlds, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The steps of the run whose replies transformers samples."""
+    out = f"trainer.output_dir={tmp_path_factory.mktemp('out')}"
+    return ranks[1].run(steps_of, folders["llama"], ["rollout=transformers", *FULL, out])[0]
+
+
+@pytest.mark.parametrize("case", RUNS)
+def test_a_run_is_the_transformers_engines(
+    folders: dict[str, str], ranks: Worlds, by_transformers: Any, tmp_path: Path, case: str
+) -> None:
     """The same samples, scores and gradients, whatever samples and on however many ranks."""
     names = ("critic/score/mean", "response_length/mean", "actor/grad_norm", "actor/pg_loss", "actor/entropy")
-    runs = {
-        "transformers": (1, ["rollout=transformers"]),
-        "vllm": (1, ["rollout=vllm"]),
-        "vllm on 2": (2, ["rollout=vllm"]),
-        "vllm infer_tp 2": (2, ["rollout=vllm", "rollout.infer_tp=2"]),
-    }
-    seen = {}
-    for name, (size, overrides) in runs.items():
-        out = f"trainer.output_dir={tmp_path / name}"
-        seen[name] = ranks[size].run(steps_of, folders["llama"], [*overrides, out])[0]
-    for name, steps in seen.items():
-        for step, wanted in zip(steps, seen["transformers"], strict=True):
-            for metric in names:
-                assert step[metric] == pytest.approx(wanted[metric], rel=1e-4, abs=1e-6), f"{name}: {metric}"
-            assert step["training/rollout_log_prob_diff"] < 1e-5
+    size, overrides = RUNS[case]
+    if MEGATRON[0] in overrides:
+        pytest.importorskip("megatron.core", reason="needs megatron-core")
+    out = f"trainer.output_dir={tmp_path}"
+    steps = ranks[size].run(steps_of, folders["llama"], ["rollout=vllm", *FULL, *overrides, out])[0]
+    for step, wanted in zip(steps, by_transformers, strict=True):
+        for metric in names:
+            assert step[metric] == pytest.approx(wanted[metric], rel=1e-4, abs=1e-6), metric
+        assert step["training/rollout_log_prob_diff"] < 1e-5
 
 
 def test_a_model_that_vllm_lacks_is_named_while_planning() -> None:
