@@ -195,6 +195,8 @@ class Vllm:
 
     def reload(self, weights: Iterable[tuple[str, Tensor]]) -> None:
         """Load whole tensors through vLLM's own loaders, whatever they do with them."""
+        if self.device.type == "cpu":
+            _forget_kernels(self.model)
         with own_random_state():
             self.engine.collective_rpc("reload_weights", kwargs={"weights_iterator": iter(weights)})
 
@@ -240,6 +242,15 @@ def _keep_plain_weights(packed: bool) -> None:
     check = _theirs.setdefault("check", layers.check_cpu_sgl_kernel)
     ops._supports_onednn = packed and one_dnn
     layers.check_cpu_sgl_kernel = check if packed else lambda *_: False
+
+
+def _forget_kernels(model: torch.nn.Module) -> None:
+    """On a CPU: experts are packed when their kernel is made, and at no later load, which would leave them unpacked
+    where packed ones are read. So the kernel is made anew."""
+    for module in model.modules():
+        method = getattr(module, "quant_method", None)
+        if getattr(method, "moe_kernel", None) is not None:
+            method.moe_kernel = None
 
 
 def _tell_apart(name: str) -> None:

@@ -29,8 +29,8 @@ def look(trainer: Trainer, folder: str) -> dict[str, Any]:
     """Replies of the engine against plain transformers with the actor's weights and against our own decode loop."""
     rollout = trainer.roles.rollout
     plain = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    weights = {name: tensor.detach().clone() for name, tensor in rollout.actor.weights()}
-    plain.load_state_dict(weights, strict=False)
+    own = _own_loop(trainer, plain)
+    plain.load_state_dict(own.model.state_dict())
     seed = torch.get_rng_state()
     rollout.sync()
     requests = [Request(i, prompt, 3) for i, prompt in enumerate(PROMPTS)]
@@ -44,7 +44,6 @@ def look(trainer: Trainer, folder: str) -> dict[str, Any]:
         found[name] = [reply.token_ids for _, reply in flat]
         assert all(len(r.token_ids) == len(r.log_probs) for _, r in flat)
     found["random state kept"] = torch.equal(seed, torch.get_rng_state())
-    own = _own_loop(trainer, plain)
     for name, params in PARAMS.items():
         replies = own.generate(requests, params, seed=3, step=7)
         found[f"own {name}"] = [reply.token_ids for group in replies for reply in group]
@@ -58,7 +57,7 @@ def _own_loop(trainer: Trainer, plain: Any) -> TransformersRollout:
     lm = build_meta(plain.config, torch.float32, ATTENTION, False)
     allocate(lm, torch.device("cpu"))
     own = TransformersRollout(lm, sorted(trainer.roles.rollout.engine.eos), 64)
-    own.load_weights((name, tensor) for name, tensor in plain.named_parameters())
+    own.load_weights(trainer.roles.rollout.actor.weights())
     return own
 
 
