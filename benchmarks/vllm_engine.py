@@ -108,7 +108,7 @@ def requests(vocab: int, seed: int) -> list[Request]:
     generator = torch.Generator().manual_seed(seed)
     high = min(vocab, 40000)
     tokens = torch.randint(min(1000, high // 2), high, (PROMPTS, PROMPT), generator=generator)
-    return [Request(i, row.tolist(), SAMPLES) for i, row in enumerate(tokens)]
+    return [Request(i, row.tolist(), SAMPLES, seed) for i, row in enumerate(tokens)]
 
 
 def measure_rollout(rollout: Rollout, config: Config, vocab: int, runtime: Runtime) -> dict[str, Any]:
@@ -134,7 +134,7 @@ def measure_rollout(rollout: Rollout, config: Config, vocab: int, runtime: Runti
             inner.step()
 
     def ours(seed: int) -> None:
-        engine.generate(requests(vocab, seed), params, seed=0, step=seed)
+        engine.generate(requests(vocab, seed), params, seed=0)
 
     found: dict[str, Any] = {"samples": PROMPTS * SAMPLES, "prompt": PROMPT, "response": response}
     kinds = {"ours": ours, "plain": plain}
@@ -190,7 +190,7 @@ def measure_swap(rollout: Rollout, vocab: int, runtime: Runtime) -> dict[str, An
         clock("wake_weights", lambda: engine.wake("weights"))
         clock("sync", rollout.sync)
         clock("wake_kv_cache", lambda: engine.wake("kv_cache"))
-        clock("prefill_and_first_token", lambda s=i: engine.generate(requests(vocab, 50 + s), params, seed=0, step=s))
+        clock("prefill_and_first_token", lambda s=i: engine.generate(requests(vocab, 50 + s), params, seed=0))
         rounds.append(took)
     return {"rounds_ms": rounds}
 

@@ -39,6 +39,7 @@ from spmd_rl.rollout.transformers import ATTENTION, TransformersRollout
 from spmd_rl.runtime.bootstrap import Runtime, on_stop
 from spmd_rl.runtime.environment import as_pool
 from spmd_rl.topology.roles import role_specs
+from spmd_rl.topology.tails import in_flight
 from spmd_rl.weights.held import specs_of
 
 T = TypeVar("T")
@@ -112,6 +113,13 @@ def _eos(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> list[int]:
 def make_order(config: Config, rows: Rows[T]) -> tuple[PromptOrder[T], int]:
     """The order in which rows are met, and how many steps the run has."""
     data, steps = config.data, config.trainer.total_training_steps
+    at_once = in_flight(config)
+    if data.drop_last and at_once > max(len(rows), data.train_batch_size):
+        raise ConfigError(
+            f"rollout.over_sampling={config.rollout.over_sampling:g} × data.train_batch_size={data.train_batch_size} = "
+            f"{at_once} > {len(rows)} prompts, and with data.drop_last=true a step's prompts are of one epoch; lower "
+            "rollout.over_sampling, or set data.drop_last=false"
+        )
     order = PromptOrder(
         rows,
         data.train_batch_size,

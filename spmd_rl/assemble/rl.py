@@ -37,6 +37,7 @@ from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.runtime.remote import Remote
 from spmd_rl.topology.plan import Plan
 from spmd_rl.topology.roles import role_specs
+from spmd_rl.topology.tails import in_rounds
 from spmd_rl.trainer.advantages import configured_estimator
 from spmd_rl.trainer.checkpoint import Checkpointer
 from spmd_rl.trainer.critic import critic_updates
@@ -96,7 +97,11 @@ def load_inputs(config: Config, plan: Plan, job_rank: int) -> Inputs:
 
 def check_choices(config: Config) -> None:
     """Raise ConfigError for an advantage, a loss or a role of the user's own that cannot be found or cannot work."""
-    configured_estimator(config)
+    if "reward_baselines" in configured_estimator(config).needs and in_rounds(config.rollout):
+        raise ConfigError(
+            f"algorithm.adv_estimator={config.algorithm.adv_estimator} needs a greedy reply beside each sampled one; "
+            "where a step is sampled in rounds (rollout.segment_tokens, over_sampling, limits) that is not supported"
+        )
     configured_loss(config)
     own_roles(config)
 

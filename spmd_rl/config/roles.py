@@ -215,6 +215,21 @@ class RolloutConfig:
     """Nucleus mass; 1 keeps all."""
     top_k: int = -1
     """Keep the k likeliest tokens; -1 keeps all."""
+    segment_tokens: int = 0
+    """Sample in rounds of so many new tokens a reply; after each the ranks agree whether to go on. 0: to the end."""
+    over_sampling: float = 1.0
+    """Begin this many times train_batch_size prompts and stop when train_batch_size groups are complete."""
+    partial: bool = False
+    """Groups that a step begins and does not train on are continued in the next step, under its weights; else they are
+    dropped."""
+    max_new_tokens_per_step: int = 0
+    """A reply gets at most so many tokens a step; then the step trains on the groups that are complete. 0: no limit."""
+    time_limit_s: float = 0.0
+    """The same by the clock, looked at after each round of segment_tokens: gives world-size invariance up. 0: none."""
+    truncated: str = "keep"
+    """Replies cut off at max_response_length: keep | mask (not trained on, DAPO's overlong filtering) | drop_group."""
+    balance: str = "none"
+    """Prompts over replicas: none (consecutive) | expected_length (by the mean length of earlier replies to them)."""
     stop_token_ids: list[int] = field(default_factory=list)
     """Ends of a reply besides the tokenizer's and the generation config's."""
     ignore_eos: bool = False

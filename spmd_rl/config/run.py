@@ -127,7 +127,8 @@ class RolloutCorrectionConfig:
     """Correction for samples that another policy (or another precision) drew."""
 
     rollout_is: str | None = "auto"
-    """Importance weights: token | sequence | null (none) | auto (token under one_step_off, else none)."""
+    """Importance weights: token | sequence | null (none) | auto (token under one_step_off or rollout.partial,
+    else none)."""
     rollout_is_threshold: Any = 2.0
     """Upper truncation of the weights; `low_high` (as text) masks outside the band (IcePop)."""
     rollout_is_batch_normalize: bool = False
@@ -141,11 +142,11 @@ class RolloutCorrectionConfig:
     loss_type: str = "ppo_clip"
     """In bypass mode: ppo_clip | reinforce."""
 
-    def under(self, schedule: str) -> "RolloutCorrectionConfig":
+    def under(self, schedule: str, partial: bool) -> "RolloutCorrectionConfig":
         """The same with `auto` decided: samples of older weights are weighed, unless the ratio does it already."""
         if self.rollout_is != "auto":
             return self
-        stale = schedule == "one_step_off" and not self.bypass_mode
+        stale = (schedule == "one_step_off" or partial) and not self.bypass_mode
         return replace(self, rollout_is="token" if stale else None)
 
 

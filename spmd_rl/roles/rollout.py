@@ -1,11 +1,15 @@
 """The rollout role: each replica samples its share of a step's prompts with the actor's current weights."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Protocol
 
 import torch
 
 from spmd_rl.config import Config
+from spmd_rl.data.balance import balance
 from spmd_rl.data.batch import Batch
 from spmd_rl.engines.base import Engine
 from spmd_rl.roles.residency import Residency
@@ -15,6 +19,9 @@ from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.topology.layout import split_rows
 from spmd_rl.weights.held import Held
 from spmd_rl.weights.sync import TableSync
+
+Groups = dict[int, Request]
+"""Some of a step's groups: place in the step -> its request, with what is begun of its replies."""
 
 
 class HasPrompt(Protocol):
@@ -47,11 +54,13 @@ class Rollout:
         self.synced_at = -1
         """The actor's version (optimizer steps) that the engine holds; -1 before the first sync."""
 
-    def share(self, count: int) -> slice:
-        """Which of `count` prompts this rank's replica samples: consecutive, even but for one (design, Dispatch)."""
-        starts = split_rows(count, self.layout.dp_size)
-        mine = self.layout.dp_rank(self.pool_rank)
-        return slice(int(starts[mine]), int(starts[mine + 1]))
+    def shares(self, count: int, costs: Sequence[int] | None = None) -> list[list[int]]:
+        """Which of `count` prompts each replica samples, ascending: consecutive, even but for one (design, Dispatch);
+        with `costs` such that their sums are even."""
+        if costs is not None:
+            return balance(costs, self.layout.dp_size, cost=list)
+        starts = split_rows(count, self.layout.dp_size).tolist()
+        return [list(range(a, b)) for a, b in itertools.pairwise(starts)]
 
     @property
     def stale(self) -> bool:
@@ -80,22 +89,51 @@ class Rollout:
             self._path.bind(sources, targets)
         return self._path
 
-    def generate(self, prompts: Sequence[HasPrompt], params: SamplingParams, n: int, step: int, seed: int) -> Batch:
-        """n replies for this replica's share of `prompts`; rows of one prompt are together, in `row_id` order.
-
-        On ranks of a replica that do not collect, the batch has the same columns and no rows.
-        """
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """The engine is ready to generate, with the actor's current weights; afterwards it gives the GPU back."""
         self.residency.enter("weight_sync" if self.stale else "decode")
         self.engine.wake("weights")
         self.sync()
         self.residency.enter("decode")
         self.engine.wake("kv_cache")
-        share = self.share(len(prompts))
-        requests = [Request(p.uid, p.prompt_ids, n) for p in prompts[share]]
-        batch = to_batch(requests, self.engine.generate(requests, params, seed=seed, step=step))
+        yield
         if not self.engine.sleep():
             self.synced_at = -1
-        batch["row_id"] = torch.arange(share.start * n, share.start * n + len(batch))
+
+    def generate(
+        self,
+        prompts: Sequence[HasPrompt],
+        params: SamplingParams,
+        n: int,
+        step: int,
+        seed: int,
+        costs: Sequence[int] | None = None,
+    ) -> Batch:
+        """n replies for this replica's share of `prompts`; rows of one prompt are together, in `row_id` order.
+
+        `costs`: tokens that each prompt's replies are expected to have. On ranks of a replica that do not collect, the
+        batch has the same columns and no rows.
+        """
+        share = self.shares(len(prompts), costs)[self.layout.dp_rank(self.pool_rank)]
+        groups = {place: Request(prompts[place].uid, prompts[place].prompt_ids, n, step) for place in share}
+        with self.awake():
+            groups = self.draw(groups, params, seed)
+        return self.collected(groups)
+
+    def draw(self, groups: Groups, params: SamplingParams, seed: int, new_tokens: int | None = None) -> Groups:
+        """The same groups with up to `new_tokens` (unset: all) more tokens of each reply; the engine is awake."""
+        asked = list(groups.values())
+        replies = self.engine.generate(asked, params, seed=seed, new_tokens=new_tokens)
+        drawn = [replace(request, begun=found) for request, found in zip(asked, replies, strict=True)]
+        return dict(zip(groups, drawn, strict=True))
+
+    def collected(self, groups: Groups) -> Batch:
+        """What there is of the groups' replies as rows in `row_id` order, where this rank collects; else none."""
+        places = sorted(groups)
+        batch = to_batch([groups[place] for place in places])
+        ids = [place * groups[place].n + s for place in places for s in range(groups[place].n)]
+        batch["row_id"] = torch.tensor(ids, dtype=torch.int64)
         return batch if self.layout.collects(self.pool_rank) else batch.select([])
 
     def training_params(self) -> SamplingParams:

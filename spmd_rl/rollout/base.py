@@ -9,35 +9,65 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmd_rl.data.batch import Batch, Ragged
-from spmd_rl.rollout.sampling import SamplingParams
+from spmd_rl.rollout.sampling import SamplingParams, row_keys
 from spmd_rl.weights.held import Held, TensorSpec
 
 
 @dataclass(frozen=True)
-class Request:
-    """One prompt to sample `n` replies for. `uid` and the sample's number key the noise."""
-
-    uid: int
-    prompt_ids: Sequence[int]
-    n: int = 1
-
-
-@dataclass
 class Reply:
-    """One sampled reply: token ids with the stop token, their log-probs, and whether it ended by a stop token."""
+    """One sampled reply: token ids with the stop token, their log-probs as they were drawn, and whether it ended by a
+    stop token."""
 
     token_ids: list[int]
     log_probs: list[float]
     finished: bool
+
+    def done(self, max_tokens: int) -> bool:
+        """Whether nothing is to be added: it has ended, or is as long as a reply may be."""
+        return self.finished or len(self.token_ids) >= max_tokens
+
+    def followed_by(self, token_ids: list[int], log_probs: list[float], finished: bool) -> "Reply":
+        """The reply with further tokens."""
+        return Reply(self.token_ids + token_ids, self.log_probs + log_probs, finished)
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt to sample `n` replies for. `step`, `uid` and the sample's number key the noise."""
+
+    uid: int
+    prompt_ids: Sequence[int]
+    n: int
+    step: int
+    """In which the replies are begun; it stays when they go on in a later one."""
+    begun: Sequence[Reply] = ()
+    """What there is of each of the n replies, to be continued where it stands; empty: nothing yet."""
+
+    def __post_init__(self) -> None:
+        if self.begun and len(self.begun) != self.n:
+            raise ValueError(f"Request {self.uid}: {len(self.begun)} replies are begun, but n={self.n}")
+
+    def replies(self) -> list[Reply]:
+        """What there is of each reply."""
+        return list(self.begun) or [Reply([], [], False) for _ in range(self.n)]
+
+
+def request_keys(seed: int, rows: Sequence[tuple[Request, int]]) -> Tensor:
+    """The noise's key of each (request, sample): int64 [B]."""
+    steps, uids, samples = torch.tensor([(r.step, r.uid, s) for r, s in rows]).T
+    return row_keys(seed, steps, uids, samples)
 
 
 class RolloutEngine(Protocol):
     """All ranks of a replica call every method in the same order with the same arguments."""
 
     def generate(
-        self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
+        self, requests: Sequence[Request], params: SamplingParams, *, seed: int, new_tokens: int | None = None
     ) -> list[list[Reply]]:
-        """n replies for each request, in order."""
+        """n replies for each request, in order, with what was begun; each gets at most `new_tokens` more in this call.
+
+        A reply that is drawn in several calls is the one that a single call draws, under the same weights.
+        """
         ...
 
     specs: list[TensorSpec]
@@ -67,14 +97,16 @@ class RolloutEngine(Protocol):
         ...
 
 
-def to_batch(requests: Sequence[Request], replies: Sequence[Sequence[Reply]]) -> Batch:
-    """Rows in request order, samples inside: the columns that docs/architecture.md lists for a rollout."""
-    flat = [(r, s, reply) for r, group in zip(requests, replies, strict=True) for s, reply in enumerate(group)]
+def to_batch(requests: Sequence[Request]) -> Batch:
+    """What there is of their replies, rows in request order, samples inside: the columns that docs/architecture.md
+    lists for a rollout."""
+    flat = [(r, s, reply) for r in requests for s, reply in enumerate(r.replies())]
     as_int = torch.int64
     rows = TensorDict(
         {
             "uid": torch.tensor([r.uid for r, _, _ in flat], dtype=as_int),
             "sample": torch.tensor([s for _, s, _ in flat], dtype=as_int),
+            "begun_at": torch.tensor([r.step for r, _, _ in flat], dtype=as_int),
             "finished": torch.tensor([reply.finished for _, _, reply in flat], dtype=torch.bool),
         },
         batch_size=[len(flat)],

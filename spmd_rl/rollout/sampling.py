@@ -31,12 +31,13 @@ class SamplingParams:
     ignore_eos: bool = False
 
 
-def row_keys(seed: int, step: int, uids: Tensor, samples: Tensor) -> Tensor:
-    """One 64-bit key a row, int64 [B], from (seed, step, uid, sample)."""
+def row_keys(seed: int, steps: int | Tensor, uids: Tensor, samples: Tensor) -> Tensor:
+    """One 64-bit key a row, int64 [B], from (seed, step, uid, sample); one step for all, or int64 [B]."""
     keys = torch.empty(len(uids), dtype=torch.int64)
-    for i, (uid, sample) in enumerate(zip(uids.tolist(), samples.tolist(), strict=True)):
+    rows = torch.stack([torch.as_tensor(steps).expand_as(uids), uids, samples], dim=1)
+    for i, names in enumerate(rows.tolist()):
         word = 0
-        for part in (seed, step, uid, sample):
+        for part in (seed, *names):
             word = _splitmix64(word ^ (part & _MASK64))
         keys[i] = word - (1 << 64) if word >= 1 << 63 else word
     return keys

@@ -6,8 +6,8 @@ prefilled once for its whole group. Finished rows are compacted away. The buffer
 Shapes: B rows of a wave, P prompts, L places of the KV buffers, H heads, K key-value heads, D head size, V vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -16,8 +16,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from spmd_rl.models.names import destinations
-from spmd_rl.rollout.base import Reply, Request
-from spmd_rl.rollout.sampling import SamplingParams, row_keys, sample
+from spmd_rl.rollout.base import Reply, Request, request_keys
+from spmd_rl.rollout.sampling import SamplingParams, sample
 from spmd_rl.weights.held import held_by, specs_of
 
 ATTENTION = "spmd_rl_rollout"
@@ -137,58 +137,60 @@ class TransformersRollout:
 
     @torch.inference_mode()
     def generate(
-        self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
+        self, requests: Sequence[Request], params: SamplingParams, *, seed: int, new_tokens: int | None = None
     ) -> list[list[Reply]]:
-        replies: list[list[Reply]] = [[] for _ in requests]
-        for wave in self._waves(requests):
-            n = requests[wave[0]].n
-            flat = self._generate_wave([requests[i] for i in wave], n, params, seed, step)
-            for j, i in enumerate(wave):
-                replies[i] += flat[j * n : (j + 1) * n]
+        replies = [request.replies() for request in requests]
+        for wave in self._waves(list(_starts(requests, replies, params.max_tokens))):
+            rows = [(start.request, s) for start in wave for s in start.samples]
+            keys = request_keys(seed, [(requests[i], s) for i, s in rows]).to(self.device)
+            drawn = self._generate_wave(wave, params, keys, new_tokens or params.max_tokens)
+            for (i, s), (token_ids, log_probs, finished) in zip(rows, drawn, strict=True):
+                replies[i][s] = replies[i][s].followed_by(token_ids, log_probs, finished)
         return replies
 
-    def _waves(self, requests: Sequence[Request]) -> list[list[int]]:
-        """Request indices that are decoded together: equal n, similar prompt length, at most max_batch_rows rows."""
-        order = sorted(range(len(requests)), key=lambda i: (requests[i].n, len(requests[i].prompt_ids), i))
-        waves: list[list[int]] = []
-        for i in order:
-            n = requests[i].n
-            fits = waves and requests[waves[-1][0]].n == n and (len(waves[-1]) + 1) * n <= self.max_batch_rows
+    def _waves(self, starts: Sequence["_Start"]) -> list[list["_Start"]]:
+        """What is decoded together: equal numbers of rows a start, similar lengths, at most max_batch_rows rows."""
+        waves: list[list[_Start]] = []
+        for start in sorted(starts, key=lambda start: (len(start.samples), len(start.ids))):
+            n = len(start.samples)
+            fits = waves and len(waves[-1][0].samples) == n and (len(waves[-1]) + 1) * n <= self.max_batch_rows
             if fits:
-                waves[-1].append(i)
+                waves[-1].append(start)
             else:
-                waves.append([i])
+                waves.append([start])
         return waves
 
     def _generate_wave(
-        self, requests: Sequence[Request], n: int, params: SamplingParams, seed: int, step: int
-    ) -> list[Reply]:
-        lengths_P = torch.tensor([len(r.prompt_ids) for r in requests])
-        capacity = int(lengths_P.max()) + params.max_tokens
-        cache = KvCache(n, capacity, lengths_P.to(self.device))
-        uids = torch.tensor([r.uid for r in requests]).repeat_interleave(n)
-        keys = row_keys(seed, step, uids, torch.arange(n).repeat(len(requests))).to(self.device)
-        logits = self._prefill(requests, cache).repeat_interleave(n, dim=0)
+        self, wave: Sequence["_Start"], params: SamplingParams, keys: Tensor, new_tokens: int
+    ) -> list[tuple[list[int], list[float], bool]]:
+        """What is added to each row's reply: token ids, their log-probs, whether it ended by a stop token."""
+        n = len(wave[0].samples)
+        lengths_P = torch.tensor([len(start.ids) for start in wave])
+        begun = torch.tensor([start.begun for start in wave], device=self.device).repeat_interleave(n)
+        limits = (params.max_tokens - begun).clamp(max=new_tokens)
+        width = int(limits.max())
+        cache = KvCache(n, int(lengths_P.max()) + width, lengths_P.to(self.device))
+        logits = self._prefill(wave, cache).repeat_interleave(n, dim=0)
 
-        writer = _Writer(len(keys), params, self.eos, self.device)
-        for position in range(params.max_tokens):
-            tokens, logprobs = sample(logits, params, keys, torch.full_like(keys, position))
+        writer = _Writer(limits, width, params, self.eos)
+        for place in range(width):
+            tokens, logprobs = sample(logits, params, keys, begun + place)
             alive = writer.write(tokens, logprobs)
-            if position + 1 == params.max_tokens or not len(alive):
+            if not len(alive):
                 break
             if len(alive) < len(tokens):
-                tokens, keys = tokens[alive], keys[alive]
+                tokens, keys, begun = tokens[alive], keys[alive], begun[alive]
                 cache.keep(alive)
             logits = self._decode(tokens, cache)
-        return writer.replies()
+        return writer.rows_so_far()
 
-    def _prefill(self, requests: Sequence[Request], cache: KvCache) -> Tensor:
-        """Logits [P, V] after each prompt."""
-        width = max(len(r.prompt_ids) for r in requests)
-        ids = torch.tensor([[*r.prompt_ids, *[0] * (width - len(r.prompt_ids))] for r in requests], device=self.device)
+    def _prefill(self, wave: Sequence["_Start"], cache: KvCache) -> Tensor:
+        """Logits [P, V] after each start."""
+        width = max(len(start.ids) for start in wave)
+        ids = torch.tensor([[*s.ids, *[0] * (width - len(s.ids))] for s in wave], device=self.device)
         hidden = self._run(ids, torch.arange(width, device=self.device)[None].expand_as(ids), cache, None)
-        last = torch.tensor([len(r.prompt_ids) - 1 for r in requests], device=self.device)
-        return self._head(hidden[torch.arange(len(requests), device=self.device), last])
+        last = torch.tensor([len(start.ids) - 1 for start in wave], device=self.device)
+        return self._head(hidden[torch.arange(len(wave), device=self.device), last])
 
     def _decode(self, tokens_B: Tensor, cache: KvCache) -> Tensor:
         """Feed one token a row; logits [B, V] for the next."""
@@ -206,12 +208,37 @@ class TransformersRollout:
         return self.model.get_output_embeddings()(hidden_BD)
 
 
+class _Start(NamedTuple):
+    """Tokens that are prefilled once, and the samples of a request that go on from them."""
+
+    request: int
+    samples: list[int]
+    ids: list[int]
+    """The prompt, and what is begun of the reply."""
+    begun: int
+    """How many of them are the reply's."""
+
+
+def _starts(requests: Sequence[Request], replies: Sequence[Sequence[Reply]], max_tokens: int) -> Iterator[_Start]:
+    """Samples of which nothing is there yet go on from their prompt together, a begun one from its own tokens."""
+    for i, (request, group) in enumerate(zip(requests, replies, strict=True)):
+        fresh = [s for s, reply in enumerate(group) if not reply.token_ids]
+        if fresh:
+            yield _Start(i, fresh, list(request.prompt_ids), 0)
+        for s, reply in enumerate(group):
+            if reply.token_ids and not reply.done(max_tokens):
+                yield _Start(i, [s], [*request.prompt_ids, *reply.token_ids], len(reply.token_ids))
+
+
 class _Writer:
     """Collects the tokens of a wave's rows; knows which rows are still alive."""
 
-    def __init__(self, rows: int, params: SamplingParams, eos: frozenset[int], device: torch.device) -> None:
-        self.tokens = torch.zeros(rows, params.max_tokens, dtype=torch.int64, device=device)
-        self.logprobs = torch.zeros(rows, params.max_tokens, device=device)
+    def __init__(self, limits_B: Tensor, width: int, params: SamplingParams, eos: frozenset[int]) -> None:
+        """`limits_B`: tokens that a row gets at most, `width` the largest of them."""
+        rows, device = len(limits_B), limits_B.device
+        self.limits = limits_B
+        self.tokens = torch.zeros(rows, width, dtype=torch.int64, device=device)
+        self.logprobs = torch.zeros(rows, width, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self.finished = torch.zeros(rows, dtype=torch.bool, device=device)
         self.rows = torch.arange(rows, device=device)
@@ -228,12 +255,13 @@ class _Writer:
         self.position += 1
         ended = torch.isin(tokens_B, self.stops)
         self.finished[rows] = ended
-        alive = (~ended).nonzero()[:, 0]
+        alive = (~ended & (self.limits[rows] > self.position)).nonzero()[:, 0]
         self.rows = rows[alive]
         return alive
 
-    def replies(self) -> list[Reply]:
+    def rows_so_far(self) -> list[tuple[list[int], list[float], bool]]:
+        """(token ids, log-probs, ended by a stop token) of each row."""
         table = zip(
             self.tokens.tolist(), self.logprobs.tolist(), self.lengths.tolist(), self.finished.tolist(), strict=True
         )
-        return [Reply(t[:n], p[:n], done) for t, p, n, done in table]
+        return [(t[:n], p[:n], done) for t, p, n, done in table]

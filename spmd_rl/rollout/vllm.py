@@ -6,14 +6,15 @@ one rank alone could know (a clock that ran out) it must tell the others before 
 
 import logging
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import cast
 
 import torch
 from torch import Tensor
 
-from spmd_rl.rollout.base import Reply, Request
+from spmd_rl.rollout.base import Reply, Request, request_keys
 from spmd_rl.rollout.keyed import KeyedDraws
-from spmd_rl.rollout.sampling import SamplingParams, row_keys
+from spmd_rl.rollout.sampling import SamplingParams
 from spmd_rl.rollout.vllm_versions import Settings, Vllm
 from spmd_rl.weights.held import Held, TensorSpec
 from spmd_rl.weights.trace import Load, Untraceable, prove, trace
@@ -74,40 +75,39 @@ class VllmRollout:
 
     @torch.inference_mode()
     def generate(
-        self, requests: Sequence[Request], params: SamplingParams, *, seed: int, step: int
+        self, requests: Sequence[Request], params: SamplingParams, *, seed: int, new_tokens: int | None = None
     ) -> list[list[Reply]]:
-        rows = [(i, s) for i, request in enumerate(requests) for s in range(request.n)]
+        replies = [request.replies() for request in requests]
+        rows = [(i, s) for i, group in enumerate(replies) for s, r in enumerate(group) if not r.done(params.max_tokens)]
         if not rows:
-            return [[] for _ in requests]
-        ends = frozenset() if params.ignore_eos else self.eos | set(params.stop_token_ids)
-        uids, samples = (torch.tensor(column) for column in zip(*((requests[i].uid, s) for i, s in rows), strict=True))
-        lengths = torch.tensor([len(requests[i].prompt_ids) for i, _ in rows])
-        draws = KeyedDraws(params, row_keys(seed, step, uids, samples), lengths, self.device)
+            return replies
+        begun = [replies[i][s].token_ids for i, s in rows]
+        limits = [min(new_tokens or params.max_tokens, params.max_tokens - len(ids)) for ids in begun]
+        keys = request_keys(seed, [(requests[i], s) for i, s in rows])
+        draws = KeyedDraws(params, keys, torch.tensor([len(requests[i].prompt_ids) for i, _ in rows]), self.device)
         self.vllm.sampler.draws = draws
         try:
-            done = self._loop(requests, rows, params, tuple(sorted(ends)), draws)
+            read = [[*requests[i].prompt_ids, *ids] for (i, _), ids in zip(rows, begun, strict=True)]
+            drawn = self._loop(read, limits, params, draws)
         finally:
             self.vllm.sampler.draws = None
         log_probs = draws.log_probs_RM.tolist()
-        replies: list[list[Reply]] = [[] for _ in requests]
-        for row, (i, _) in enumerate(rows):
-            token_ids, finished = done[row]
-            replies[i].append(Reply(token_ids, log_probs[row][: len(token_ids)], finished))
+        for row, (i, s) in enumerate(rows):
+            (token_ids, finished), at = drawn[row], len(begun[row])
+            replies[i][s] = replies[i][s].followed_by(token_ids, log_probs[row][at : at + len(token_ids)], finished)
         return replies
 
     def _loop(
-        self,
-        requests: Sequence[Request],
-        rows: Sequence[tuple[int, int]],
-        params: SamplingParams,
-        ends: tuple[int, ...],
-        draws: KeyedDraws,
+        self, read: Sequence[list[int]], limits: Sequence[int], params: SamplingParams, draws: KeyedDraws
     ) -> dict[int, tuple[list[int], bool]]:
-        """Queue every reply, then step the engine until all are done: row -> (token ids, ended by a stop token)."""
-        with_ends = SamplingParams(params.temperature, params.top_p, params.top_k, params.max_tokens, ends)
-        for row, (i, _) in enumerate(rows):
-            name = self.vllm.add(str(row), requests[i].prompt_ids, with_ends, params.max_tokens)
-            draws.row_of[name] = row
+        """Queue every reply, then step the engine until all are done: row -> (new token ids, ended by a stop token).
+
+        `read`: the prompt and what is begun of the reply; `limits`: new tokens at most.
+        """
+        ends = frozenset() if params.ignore_eos else self.eos | set(params.stop_token_ids)
+        with_ends = replace(params, stop_token_ids=tuple(sorted(ends)))
+        for row, (ids, limit) in enumerate(zip(read, limits, strict=True)):
+            draws.row_of[self.vllm.add(str(row), ids, with_ends, limit)] = row
         done: dict[int, tuple[list[int], bool]] = {}
         while self.vllm.busy():
             for name, token_ids, finished in self.vllm.step():

@@ -5,6 +5,7 @@ from spmd_rl.config.roles import EngineConfig, MegatronConfig, OptimConfig
 from spmd_rl.topology.fold import divisors, one_of
 from spmd_rl.topology.phases import row_tokens
 from spmd_rl.topology.roles import RoleSpec, config_path, role_specs
+from spmd_rl.topology.tails import tail_mistakes, tail_warnings
 
 GROUP_ESTIMATORS = (
     "grpo", "grpo_vectorized", "grpo_passk", "rloo", "rloo_vectorized", "opo", "gdpo", "reinforce_plus_plus_baseline",
@@ -18,7 +19,7 @@ def batch_mistakes(config: Config) -> list[str]:
     mistakes = _mini_batch_mistakes(config)
     if config.trainer.mode != "sft":
         mistakes += _group_mistakes(config) + _rollout_mistakes(config) + _reward_mistakes(config)
-        mistakes += _correction_mistakes(config) + _schedule_mistakes(config)
+        mistakes += _correction_mistakes(config) + _schedule_mistakes(config) + tail_mistakes(config)
     return mistakes
 
 
@@ -71,10 +72,13 @@ def _group_mistakes(config: Config) -> list[str]:
 def batch_warnings(config: Config) -> list[str]:
     """What can run but hardly does what is wanted."""
     n, estimator = config.rollout.n, config.algorithm.adv_estimator
+    if config.trainer.mode == "sft":
+        return []
+    warnings = tail_warnings(config)
     if n == 1 and estimator in GROUP_ESTIMATORS:
         compares = f"algorithm.adv_estimator={estimator} compares the samples of a prompt with each other"
-        return [f"{compares}, but rollout.n=1: there is no signal from the group; use n of 2 and more"]
-    return []
+        warnings.append(f"{compares}, but rollout.n=1: there is no signal from the group; use n of 2 and more")
+    return warnings
 
 
 def schedule_warnings(config: Config) -> list[str]:
@@ -147,7 +151,7 @@ def _reward_mistakes(config: Config) -> list[str]:
 
 
 def _correction_mistakes(config: Config) -> list[str]:
-    c, mistakes = config.algorithm.rollout_correction.under(config.trainer.schedule), []
+    c, mistakes = config.algorithm.rollout_correction.under(config.trainer.schedule, config.rollout.partial), []
     wants = [name for name in ("rollout_is", "rollout_rs") if getattr(c, name)] + ["bypass_mode"] * c.bypass_mode
     if wants and not config.rollout.calculate_log_probs:
         mistakes.append(

@@ -16,6 +16,7 @@ from spmd_rl.topology.megatron_memory import MegatronMemory
 from spmd_rl.topology.phases import TIMED, UPDATES, Phase, load, row_tokens, samples_a_prompt, step_phases
 from spmd_rl.topology.roles import RoleSpec, role_specs
 from spmd_rl.topology.shape import ModelShape, load_shape
+from spmd_rl.topology.tails import continues, in_flight
 from spmd_rl.topology.vllm_memory import VllmMemory, sleep_level
 
 RESERVE = int(1.5 * GIB)
@@ -102,7 +103,8 @@ def rollout_memory(config: Config, layout: RoleLayout, shape: ModelShape) -> Ite
         return VllmMemory.of(config, layout, shape).awake()
     e, n = DTYPE_BYTES[config.rollout.dtype], samples_a_prompt(config)
     rows = wave_rows(config, layout)
-    prefill = rows // n * config.data.max_prompt_length * act.layer_forward(shape, e)
+    once = config.data.max_prompt_length  # a prompt is read once for its group, but what is begun row by row
+    prefill = rows // n * (n * row_tokens(config) if continues(config.rollout) else once) * act.layer_forward(shape, e)
     logits = rows * shape.vocab * (e + 12)
     step = rows * row_tokens(config) * e * shape.kv_cache_width * shape.layers
     return {
@@ -122,7 +124,7 @@ def rollout_weights(config: Config, layout: RoleLayout, shape: ModelShape) -> in
 def wave_rows(config: Config, layout: RoleLayout) -> int:
     """Rows that the transformers engine decodes at one time on one rank: whole groups, one at least."""
     n = samples_a_prompt(config)
-    prompts = -(-config.data.train_batch_size // layout.dp_size)
+    prompts = -(-in_flight(config) // layout.dp_size)
     return min(max(config.rollout.max_batch_rows // n, 1), prompts) * n
 
 

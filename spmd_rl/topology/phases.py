@@ -38,7 +38,7 @@ def step_phases(config: Config, roles: dict[str, RoleLayout]) -> list[Phase]:
     home = roles["actor"].pool
     if config.trainer.mode == "sft":
         return [Phase("prompts", None, home), Phase("update", "actor", home)]
-    correction = config.algorithm.rollout_correction.under(config.trainer.schedule)
+    correction = config.algorithm.rollout_correction.under(config.trainer.schedule, config.rollout.partial)
     early = config.algorithm.use_kl_in_reward or correction.rollout_is or correction.rollout_rs
     one_update = updates_a_step(config) == 1 and not early
     old = "one update a step: equal to the update's own" if one_update else ""

@@ -18,6 +18,7 @@ from spmd_rl.topology.hardware import GIB, hardware
 from spmd_rl.topology.layout import RoleLayout
 from spmd_rl.topology.phases import row_tokens, samples_a_prompt
 from spmd_rl.topology.shape import ModelShape
+from spmd_rl.topology.tails import in_flight
 
 PADDING = 64
 """vLLM's vocabulary is a multiple of it."""
@@ -66,7 +67,7 @@ class VllmMemory:
             e=e,
             share=int(utilization * card / config.cluster.ranks_per_gpu),
             row=row_tokens(config),
-            rows=-(-config.data.train_batch_size // layout.dp_size) * samples_a_prompt(config),
+            rows=-(-in_flight(config) // layout.dp_size) * samples_a_prompt(config),
             batched_tokens=min(
                 _number(kwargs, "max_num_batched_tokens", 16384 if large else 8192), seqs * row_tokens(config)
             ),

@@ -22,12 +22,26 @@ FOLDER = "ahead"
 
 def saved_ahead(ahead: Ahead, runtime: Runtime) -> dict[str, Tensor]:
     """This rank's files, name -> bytes: its rows of each step. The pool's first rank writes even if it has none."""
-    files = {}
+    files: dict[str, Tensor] = {}
     for number, found in enumerate(ahead):
-        batch = found.batch if isinstance(found, Collected) else None
-        if isinstance(batch, Batch) and (len(batch) or runtime.pool_rank == 0):
-            files[f"{FOLDER}/{number}_{runtime.pool_rank:06d}.rows"] = whole(batch)
+        if isinstance(found, Collected):
+            files |= saved_rows(f"{FOLDER}/{number}_", found.batch, runtime)
     return files
+
+
+def saved_rows(name: str, batch: Batch | Remote, runtime: Runtime) -> dict[str, Tensor]:
+    """`name`<pool rank>.rows -> this rank's rows. The pool's first rank writes even if it has none."""
+    if isinstance(batch, Batch) and (len(batch) or runtime.pool_rank == 0):
+        return {f"{name}{runtime.pool_rank:06d}.rows": whole(batch)}
+    return {}
+
+
+def load_rows(name: str, folder: Path, runtime: Runtime) -> Batch:
+    """Rows that `saved_rows` wrote, dealt out over the ranks of this pool, whatever their number was."""
+    files = sorted(folder.glob(f"{name}*.rows"))
+    mine = files[runtime.pool_rank :: runtime.pool.size]
+    parts = [_read(file) for file in mine] or [_read(files[0]).select([])]  # the columns at least
+    return Batch.concat(parts)
 
 
 def load_ahead(metrics: Sequence[Mapping[str, float] | None], folder: Path, runtime: Runtime) -> Ahead:
@@ -42,10 +56,7 @@ def _load(number: int, said: Mapping[str, float] | None, folder: Path, runtime: 
         return None
     if not runtime.plays("rollout"):
         return Collected(Remote(("rollout",)), dict(said))
-    files = sorted((folder / FOLDER).glob(f"{number}_*.rows"))
-    mine = files[runtime.pool_rank :: runtime.pool.size]
-    parts = [_read(file) for file in mine] or [_read(files[0]).select([])]  # the columns at least
-    return Collected(Batch.concat(parts), dict(said))
+    return Collected(load_rows(f"{FOLDER}/{number}_", folder, runtime), dict(said))
 
 
 def _read(file: Path) -> Batch:

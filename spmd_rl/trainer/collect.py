@@ -1,12 +1,15 @@
-"""Where a step's rows come from: one round of sampling, or as many as DAPO's dynamic sampling takes.
+"""Where a step's rows come from: one round of sampling, or as many as DAPO's dynamic sampling takes (or, in
+trainer/tails.py, what is complete when the step's sampling ends).
 
 Whether to sample on is decided from the gathered scores alone, so every rank of every world decides the same.
 """
 
 import logging
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -14,19 +17,36 @@ from torch import Tensor
 from spmd_rl.algorithms.dapo import has_signal, refill
 from spmd_rl.algorithms.masked import group_index
 from spmd_rl.config import Config, ConfigError
-from spmd_rl.data.batch import Batch
+from spmd_rl.data.batch import Batch, Ragged
 from spmd_rl.data.prompts import Prompt, PromptOrder
 from spmd_rl.runtime.bootstrap import Runtime
+from spmd_rl.runtime.bridge import Bridge
 from spmd_rl.runtime.exchange import gather
 from spmd_rl.runtime.remote import Remote, local
+from spmd_rl.trainer.finite import Guard
+from spmd_rl.trainer.scoring import Scoring
 
 logger = logging.getLogger("spmd_rl.trainer")
 
 METRICS = {"score": "score", "acc": "acc", "seq_reward": "score"}
 """algorithm.filter_groups.metric -> column; a row's token rewards sum to its score."""
 
-Sample = Callable[[Sequence[Prompt]], Batch | Remote]
-"""Prompts -> this rank's part of their scored replies, whose row ids count from 0 over all ranks."""
+
+class Sampler(Protocol):
+    """The trainer, as far as it is needed to collect a step's rows."""
+
+    config: Config
+    runtime: Runtime
+    prompts: PromptOrder[Prompt]
+    score: Scoring
+
+    def sample(self, prompts: Sequence[Prompt], step: int) -> Batch | Remote:
+        """This rank's part of their scored replies, whose row ids count from 0 over all ranks."""
+        ...
+
+    def phase(self, name: str) -> AbstractContextManager[Guard]:
+        """A phase of the step."""
+        ...
 
 
 @dataclass
@@ -37,35 +57,33 @@ class Collected:
     metrics: dict[str, float]
 
 
-Collect = Callable[[PromptOrder[Prompt], Sample, Config, Runtime], Collected | None]
-"""The step's rows, `row_id` 0..N-1 over all ranks; None when the data has run out."""
+Collect = Callable[[Sampler, int], Collected | None]
+"""The rows of a step by its number, `row_id` 0..N-1 over all ranks; None when the data has run out."""
 
 
-def one_round(order: PromptOrder[Prompt], sample: Sample, config: Config, runtime: Runtime) -> Collected | None:
+def one_round(trainer: Sampler, step: int) -> Collected | None:
     """The replies to the next prompts, as they are."""
-    prompts = order.take()
-    return Collected(sample(prompts), {}) if prompts else None
+    prompts = trainer.prompts.take()
+    return Collected(trainer.sample(prompts, step), {}) if prompts else None
 
 
-def groups_with_signal(
-    order: PromptOrder[Prompt], sample: Sample, config: Config, runtime: Runtime
-) -> Collected | None:
+def groups_with_signal(trainer: Sampler, step: int) -> Collected | None:
     """Rounds of new prompts until `train_batch_size` groups have replies that differ; the first of them, in order.
 
     Yu et al., DAPO, arXiv 2503.14476, equation 11. None when the data runs out before; the groups found by then are
     left, as in verl. ConfigError after `filter_groups.max_num_gen_batches` rounds.
     """
+    config, runtime = trainer.config, trainer.runtime
     settings, wanted = config.algorithm.filter_groups, config.data.train_batch_size
     rounds: list[Batch | Remote] = []
-    who = runtime.bridge("rollout", "reward" if "reward" in runtime.plan.roles else "rollout")
     kept = sampled = 0
     scores: list[Tensor] = []
     while True:
-        prompts = order.take()
+        prompts = trainer.prompts.take()
         if prompts:
-            batch = sample(prompts)
+            batch = trainer.sample(prompts, step)
             metric = METRICS[settings.metric]
-            whole = gather(batch, ["uid", "score", metric], who)
+            whole = gather(batch, ["uid", "score", metric], hearers(runtime))
             signal = has_signal(whole[metric], group_index(whole["uid"])).view(len(prompts), -1)[:, 0]
             rounds.append(local(partial(_renumbered, signal_P=signal, before=kept, config=config), batch))
             kept, sampled = kept + int(signal.sum()), sampled + len(prompts)
@@ -77,6 +95,17 @@ def groups_with_signal(
         if todo == "stop":
             _explain(not prompts, kept, sampled, config, runtime)
             return None
+
+
+def hearers(runtime: Runtime) -> Bridge:
+    """The ranks that produce a step, and so decide together: the rollout's and the reward model's."""
+    return runtime.bridge("rollout", "reward" if "reward" in runtime.plan.roles else "rollout")
+
+
+def mask_truncated(batch: Batch) -> None:
+    """Tokens of replies that did not end are not trained on (DAPO's overlong filtering, arXiv 2503.14476, 3.4)."""
+    mask: Ragged = batch["response_mask"]
+    batch["response_mask"] = Ragged(mask.values * batch["finished"].repeat_interleave(mask.lengths), mask.lengths)
 
 
 def _renumbered(batch: Batch, signal_P: Tensor, before: int, config: Config) -> Batch:

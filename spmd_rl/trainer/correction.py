@@ -21,7 +21,7 @@ def bypasses(config: Config) -> bool:
 
 def correction_of(config: Config) -> RolloutCorrectionConfig:
     """The settings under the run's schedule."""
-    return config.algorithm.rollout_correction.under(config.trainer.schedule)
+    return config.algorithm.rollout_correction.under(config.trainer.schedule, config.rollout.partial)
 
 
 def corrects(config: Config) -> bool:

@@ -16,7 +16,7 @@ from spmd_rl.runtime.bridge import Bridge
 from spmd_rl.runtime.exchange import gather, with_columns
 from spmd_rl.runtime.remote import Remote, local
 
-SHOWN = ("row_id", "uid", "sample", "score", "finished", "prompt", "text", "error", "ground_truth")
+SHOWN = ("row_id", "uid", "sample", "begun_at", "score", "finished", "prompt", "text", "error", "ground_truth")
 """Columns of a shown reply."""
 
 
@@ -75,6 +75,7 @@ def sample_rows(batch: Batch | Remote, limit: int, bridge: Bridge) -> list[dict[
             "ground_truth": whole["ground_truth"][i],
             "score": float(whole["score"][i]),
             "finished": bool(whole["finished"][i]),
+            "begun_at": int(whole["begun_at"][i]),
             **({"error": whole["error"][i]} if whole["error"][i] else {}),
         }
         for i in range(count)

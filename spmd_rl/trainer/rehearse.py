@@ -73,9 +73,15 @@ def rehearse(config: Config, inputs: RunInputs, runtime: Runtime) -> str:
 def long_replies(config: Config) -> Config:
     """Replies go on to the limit, and the first round of sampling is the step's batch."""
     filtering = replace(config.algorithm.filter_groups, enable=False)
+    to_the_end: dict[str, Any] = {
+        "over_sampling": 1.0,
+        "max_new_tokens_per_step": 0,
+        "time_limit_s": 0.0,
+        "truncated": "keep",
+    }
     return replace(
         config,
-        rollout=replace(config.rollout, ignore_eos=True, stop_token_ids=[]),
+        rollout=replace(config.rollout, ignore_eos=True, stop_token_ids=[], **to_the_end),
         algorithm=replace(config.algorithm, filter_groups=filtering),
     )
 

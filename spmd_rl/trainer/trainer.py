@@ -28,24 +28,28 @@ from spmd_rl.observe.tracking import Trackers
 from spmd_rl.roles.model import ModelRole
 from spmd_rl.roles.residency import Residency
 from spmd_rl.roles.reward import Reward
-from spmd_rl.roles.reward_model import Questions, add_scores, questions
+from spmd_rl.roles.reward_model import Questions
 from spmd_rl.roles.rollout import Rollout
 from spmd_rl.roles.weight_sync import WeightSync
 from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.runtime.exchange import gather
 from spmd_rl.runtime.remote import Remote, here, local, on
+from spmd_rl.topology.tails import in_rounds
 from spmd_rl.trainer.advantages import add_advantages, configured_estimator, token_level_rewards
 from spmd_rl.trainer.ahead import Ahead, load_ahead, saved_ahead
 from spmd_rl.trainer.checkpoint import Checkpointer
-from spmd_rl.trainer.collect import Collect, Collected, groups_with_signal, one_round
+from spmd_rl.trainer.collect import Collect, Collected, groups_with_signal, mask_truncated, one_round
 from spmd_rl.trainer.correction import add_correction, bypasses, corrects
 from spmd_rl.trainer.critic import update_critic, value_metrics
 from spmd_rl.trainer.distill import distil, distils_tokens, teacher_columns
 from spmd_rl.trainer.finite import Guard
+from spmd_rl.trainer.lengths import Lengths
 from spmd_rl.trainer.loop import Loop
 from spmd_rl.trainer.measure import sample_rows, step_metrics, update_metrics
 from spmd_rl.trainer.objective import update_actor
-from spmd_rl.trainer.reshard import add_columns, ask, to_actor
+from spmd_rl.trainer.reshard import add_columns, to_actor
+from spmd_rl.trainer.scoring import Scoring
+from spmd_rl.trainer.tails import Tails
 from spmd_rl.trainer.validation import scored, validate
 
 
@@ -90,7 +94,9 @@ class Trainer(Loop):
         )
         self.roles, self.prompts, self.validation = roles, prompts, validation
         self.estimator = configured_estimator(config)
-        self.collect: Collect = groups_with_signal if config.algorithm.filter_groups.enable else one_round
+        self.score = Scoring(config, runtime, roles.reward, roles.reward_model, roles.questions, self.phase)
+        self.lengths = Lengths(config, runtime, prompts.rows)
+        self.tails = Tails(config, runtime, roles.rollout, self.lengths)
         kl = config.algorithm.kl_ctrl
         self.kl_ctrl: KlController = kl_controller(kl.type, kl.kl_coef, kl.target_kl, kl.horizon)
         self.lag = config.trainer.staleness if config.trainer.schedule == "one_step_off" else 0
@@ -125,10 +131,20 @@ class Trainer(Loop):
     @on("rollout", "reward")
     def produce(self, step: int) -> Collected | None:
         """Prompts, replies, rewards; None when the data has run out."""
-        found = self.collect(self.prompts, partial(self.sample, step=step), self.config, self.runtime)
+        found = self.collect(self, step)
         if found is not None:
             found.metrics |= self.roles.reward.counts(self.runtime.everyone)
+            self.lengths.note(found.batch)
+            if self.config.rollout.truncated == "mask":
+                local(mask_truncated, found.batch)
         return found
+
+    @property
+    def collect(self) -> Collect:
+        """Where the step's rows come from."""
+        if self.tails.carried or in_rounds(self.config.rollout):
+            return self.tails
+        return groups_with_signal if self.config.algorithm.filter_groups.enable else one_round
 
     @on("rollout", "actor")
     def deliver(self, found: Collected | Remote | None, step: int) -> Shard | Remote:
@@ -158,9 +174,9 @@ class Trainer(Loop):
         n, baseline = self.config.rollout.n, "reward_baselines" in self.estimator.needs
         batch = self.generate(prompts, n, step)
         greedy = self.generate(prompts, 1, step, greedy=True) if baseline else None
-        batch = self.score(batch, prompts, n)
+        batch = self.score(batch, self.prompts.rows, n)
         if greedy is not None:
-            local(partial(_add_baselines, n=n), batch, self.score(greedy, prompts, 1))
+            local(partial(_add_baselines, n=n), batch, self.score(greedy, self.prompts.rows, 1))
         return batch
 
     @on("rollout")
@@ -169,40 +185,9 @@ class Trainer(Loop):
         rollout = here(self.roles.rollout)
         params = rollout.greedy_params() if greedy else rollout.training_params()
         with self.phase("generate") as guard:
-            batch = rollout.generate(prompts, params, n, step, self.config.trainer.seed)
+            costs = self.lengths.expected([prompt.uid for prompt in prompts])
+            batch = rollout.generate(prompts, params, n, step, self.config.trainer.seed, costs)
             guard.check(batch, ["rollout_log_probs"])
-        return batch
-
-    def score(self, batch: Batch | Remote, prompts: Sequence[Prompt], n: int) -> Batch | Remote:
-        """The scores of this rank's replies: of the functions, and of the reward model where there is one."""
-        batch = self.score_by_functions(batch, prompts, n)
-        return self.score_by_model(batch, prompts, n) if self.roles.reward_model is not None else batch
-
-    @on("rollout")
-    def score_by_functions(self, batch: Batch | Remote, prompts: Sequence[Prompt], n: int) -> Batch:
-        """Where the replies are."""
-        mine = prompts[here(self.roles.rollout).share(len(prompts))]
-        with self.phase("reward") as guard:
-            batch = self.roles.reward.score(here(batch), mine, n)
-            guard.check(batch, ["score"])
-        return batch
-
-    @on("rollout", "reward")
-    def score_by_model(self, batch: Batch | Remote, prompts: Sequence[Prompt], n: int) -> Batch | Remote:
-        """Questions go to the reward model, and its answers come back."""
-        model, kind, reward = self.roles.reward_model, self.roles.questions, self.config.reward.model
-        assert model is not None, "called where there is a reward model"
-        assert kind is not None, "a reward model is asked questions"
-
-        def asked(rows: Batch) -> Batch:
-            mine = prompts[here(self.roles.rollout).share(len(prompts))]
-            return questions(rows, mine, n, kind, reward.engine.max_tokens_per_micro_batch)
-
-        with self.phase("reward") as guard:
-            held = local(asked, batch)
-            answers = ask(model, "reward", held, "rollout", {kind.column: kind.column}, self.config, self.runtime)
-            local(partial(add_scores, kind=kind, weight=reward.weight), batch, answers)
-            local(lambda rows: guard.check(rows, ["score"]), batch)
         return batch
 
     @on("actor")
@@ -300,8 +285,8 @@ class Trainer(Loop):
     def validation_round(self, prompts: Sequence[Prompt], names: Sequence[str]) -> Batch | Remote:
         """`rollout.val_n` replies to each prompt, scored; those columns of all of them, where they are looked at."""
         batch = self.validation_replies(prompts)
-        if self.roles.reward_model is not None:
-            batch = self.score_by_model(batch, prompts, self.config.rollout.val_n)
+        assert self.validation is not None, "its prompts are asked for"
+        batch = self.score.by_model(batch, self.validation, self.config.rollout.val_n)
         return self.gathered(batch, names)
 
     @on("rollout")
@@ -326,6 +311,7 @@ class Trainer(Loop):
             state["kl_coef"] = self.kl_ctrl.value
         if self.runtime.plays("rollout", "reward"):
             state["ahead"] = [None if found is None else here(found).metrics for found in self.ahead]
+            state["carried"] = self.tails.state()
         else:
             del state["order"]  # of no use here
         return state
@@ -335,9 +321,11 @@ class Trainer(Loop):
         self.kl_ctrl.value = state["kl_coef"]
         self.ahead = load_ahead(state["ahead"], folder, self.runtime)
         self.produced = self.done + len(self.ahead)
+        self.tails.load(state["carried"], folder)
+        self.lengths.load(folder)
 
     def files(self) -> dict[str, Tensor]:
-        return saved_ahead(self.ahead, self.runtime)
+        return saved_ahead(self.ahead, self.runtime) | self.tails.files() | self.lengths.files()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[Guard]:

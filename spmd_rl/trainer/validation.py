@@ -46,7 +46,8 @@ def scored(prompts: Sequence[Prompt], rollout: Rollout, reward: Reward, config: 
     """This rank's part of the replies to some prompts, with scores and lengths."""
     n = config.rollout.val_n
     batch = rollout.generate(prompts, rollout.validation_params(), n, NOISE_STEP, config.trainer.seed)
-    batch = reward.score(batch, prompts[rollout.share(len(prompts))], n)
+    of_uid = {prompt.uid: prompt for prompt in prompts}
+    batch = reward.score(batch, [of_uid[uid] for uid in batch["uid"][::n].tolist()], n)
     batch["length"] = batch["responses"].lengths
     return batch
 

@@ -37,20 +37,18 @@ def rollout(plain: PreTrainedModel, max_batch_rows: int = 256) -> TransformersRo
     return engine
 
 
-def requests(n: int = 3) -> list[Request]:
+def requests(n: int = 3, step: int = 4) -> list[Request]:
     generator = torch.Generator().manual_seed(2)
     lengths = [1, 9, 4, 17, 6, 2, 11]
     return [
-        Request(100 + i, torch.randint(4, 104, (length,), generator=generator).tolist(), n)
+        Request(100 + i, torch.randint(4, 104, (length,), generator=generator).tolist(), n, step)
         for i, length in enumerate(lengths)
     ]
 
 
-def replies(
-    plain: PreTrainedModel, asked: list[Request], params: SamplingParams = PARAMS, rows: int = 256, step: int = 4
-) -> Replies:
+def replies(plain: PreTrainedModel, asked: list[Request], params: SamplingParams = PARAMS, rows: int = 256) -> Replies:
     engine = rollout(plain, rows)
-    return {r.uid: found for r, found in zip(asked, engine.generate(asked, params, seed=7, step=step), strict=True)}
+    return {r.uid: found for r, found in zip(asked, engine.generate(asked, params, seed=7), strict=True)}
 
 
 def assert_same(got: Replies, expected: Replies) -> None:
@@ -83,7 +81,7 @@ def test_what_memory_held_before_changes_nothing(plain: PreTrainedModel, everyth
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         assert torch.utils.deterministic.fill_uninitialized_memory
-        found = engine.generate(requests(), PARAMS, seed=7, step=4)
+        found = engine.generate(requests(), PARAMS, seed=7)
     finally:
         torch.use_deterministic_algorithms(False)
     assert_same({r.uid: replies for r, replies in zip(requests(), found, strict=True)}, everything)
@@ -104,7 +102,7 @@ def test_another_step_draws_otherwise_and_the_same_step_again_alike(
     plain: PreTrainedModel, everything: Replies
 ) -> None:
     assert_same(replies(plain, requests()), everything)
-    other = replies(plain, requests(), step=5)
+    other = replies(plain, requests(step=5))
     assert all(other[u][0].token_ids != everything[u][0].token_ids for u in everything)
 
 
@@ -164,7 +162,7 @@ def test_one_token_and_nobody_asking(plain: PreTrainedModel) -> None:
     found = replies(plain, requests(), replace(PARAMS, max_tokens=1))
     assert all(len(reply.token_ids) == 1 for group in found.values() for reply in group)
     assert replies(plain, []) == {}
-    empty = to_batch([], [])
+    empty = to_batch([])
     assert len(empty) == 0
     assert empty["responses"].values.dtype == torch.int64
 

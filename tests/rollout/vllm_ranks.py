@@ -33,10 +33,10 @@ def look(trainer: Trainer, folder: str) -> dict[str, Any]:
     plain.load_state_dict(own.model.state_dict())
     seed = torch.get_rng_state()
     rollout.sync()
-    requests = [Request(i, prompt, 3) for i, prompt in enumerate(PROMPTS)]
+    requests = [Request(i, prompt, 3, 7) for i, prompt in enumerate(PROMPTS)]
     found: dict[str, Any] = {"log_probs": {}, "finished": {}}
     for name, params in PARAMS.items():
-        replies = rollout.engine.generate(requests, params, seed=3, step=7)
+        replies = rollout.engine.generate(requests, params, seed=3)
         flat = [(r.prompt_ids, reply) for r, group in zip(requests, replies, strict=True) for reply in group]
         if params.top_p == 1.0:
             found["log_probs"][name] = max(difference(plain, list(p), reply, params.temperature) for p, reply in flat)
@@ -45,7 +45,7 @@ def look(trainer: Trainer, folder: str) -> dict[str, Any]:
         assert all(len(r.token_ids) == len(r.log_probs) for _, r in flat)
     found["random state kept"] = torch.equal(seed, torch.get_rng_state())
     for name, params in PARAMS.items():
-        replies = own.generate(requests, params, seed=3, step=7)
+        replies = own.generate(requests, params, seed=3)
         found[f"own {name}"] = [reply.token_ids for group in replies for reply in group]
     return found
 
