@@ -249,7 +249,7 @@ def _forget_kernels(model: torch.nn.Module) -> None:
     where packed ones are read. So the kernel is made anew."""
     for module in model.modules():
         method = getattr(module, "quant_method", None)
-        if getattr(method, "moe_kernel", None) is not None:
+        if method is not None and getattr(method, "moe_kernel", None) is not None:
             method.moe_kernel = None
 
 
