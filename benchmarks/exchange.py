@@ -2,9 +2,12 @@
 
     python -m benchmarks.exchange --ray-python RAY_VENV/bin/python
 
-Ray (in an environment of its own): actors hold the batch, `ray.put` it, pass the reference, and others `ray.get` it; an
-empty step is a call of every worker for each of CALLS. Here: `exchange` over gloo between 1+1 and 2+2 ranks, and every
-meeting that the step of a separated rollout has, without a row. Writes benchmarks/results/exchange.json.
+Ray (in an environment of its own, which has torch, tensordict and numpy too): actors hold the batch, `ray.put` it, pass
+the reference, and others `ray.get` it: as the batch of torch tensors that it is (pickled), and at Ray's best, as a dict
+of numpy arrays, which are copied once into its shared memory and read there by all, by none written. An empty step is a
+call of every worker for each of CALLS, with a batch of no rows. Here: `exchange` over gloo between 1+1 and 2+2 ranks,
+rows in any order to whom they belong, and every meeting that the step of a separated rollout has, without a row. Writes
+benchmarks/results/exchange.json.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +52,21 @@ def columns(mib: float, first: int) -> dict[str, np.ndarray]:
     }
 
 
+def batch_of(mib: float, first: int) -> Any:
+    """The same columns as a Batch."""
+    import torch
+
+    from spmd_rl.data.batch import Batch, Ragged
+
+    data = columns(mib, first)
+    batch = Batch.empty_like(len(data["row_id"]))
+    lengths = torch.full((len(batch),), ROW)
+    for name, column in data.items():
+        values = torch.from_numpy(column)
+        batch[name] = values if name in ("row_id", "uid") else Ragged(values, lengths)
+    return batch
+
+
 def repeated(act: Callable[[], Any], at_least: int = 5, seconds: float = 4.0) -> list[float]:
     """Seconds of each call, after one that does not count."""
     act()
@@ -72,7 +91,7 @@ def ours(out: Path) -> None:
     import torch.distributed as dist
 
     from spmd_rl.config.load import compose
-    from spmd_rl.data.batch import Batch, Ragged
+    from spmd_rl.data.batch import Batch
     from spmd_rl.ranked import plan_of
     from spmd_rl.runtime.bootstrap import start, stop
     from spmd_rl.runtime.environment import read_environment
@@ -88,17 +107,10 @@ def ours(out: Path) -> None:
     here = start(config, plan_of(config, env), env)
     edge, results = here.edge("rollout", "actor"), {}
 
-    def batch_of(mib: float) -> Batch:
-        data = columns(mib / pair, here.pool_rank * 10**6)
-        batch = Batch.empty_like(len(data["row_id"]))
-        lengths = torch.full((len(batch),), ROW)
-        for name, column in data.items():
-            values = torch.from_numpy(column)
-            batch[name] = values if name in ("row_id", "uid") else Ragged(values, lengths)
-        return batch
-
     for mib in SIZES:
-        mine: Batch | Remote = batch_of(mib) if here.plays("rollout") else Remote(("rollout",))
+        mine: Batch | Remote = (
+            batch_of(mib / pair, here.pool_rank * 10**6) if here.plays("rollout") else Remote(("rollout",))
+        )
         rows = max(1, int(mib / pair * 2**20 / ROW / 24))
         parts = [[p * 10**6 + i for i in range(rows)] for p in range(pair)]
 
@@ -108,7 +120,7 @@ def ours(out: Path) -> None:
             dist.barrier(group=here.job.group)
 
         results[f"{mib} MiB"] = summary(repeated(move), mib)
-    nothing: Batch | Remote = batch_of(1).select([]) if here.plays("rollout") else Remote(("rollout",))
+    nothing: Batch | Remote = batch_of(1, 0).select([]) if here.plays("rollout") else Remote(("rollout",))
 
     def empty_step() -> None:
         edge.bridge.all_gather(torch.zeros(1, dtype=torch.uint8))  # which weights the rollout has
@@ -128,40 +140,38 @@ def ours(out: Path) -> None:
 def with_ray(out: Path, pair: int) -> None:
     """The same by actors: `pair` of them give, `pair` take."""
     import ray
-    import torch
 
     ray.init(num_cpus=2 * pair, logging_level="ERROR", object_store_memory=4 << 30)
 
     @ray.remote(num_cpus=1)
     class Worker:
-        def hold(self, mib: float, first: int) -> None:
-            self.batch = {name: torch.from_numpy(column) for name, column in columns(mib, first).items()}
+        def hold(self, mib: float, first: int, kind: str) -> None:
+            self.batch = batch_of(mib, first) if kind == "tensors" else columns(mib, first)
 
         def give(self) -> list[Any]:
-            return [ray.put({name: column.numpy() for name, column in self.batch.items()})]
+            return [ray.put(self.batch)]
 
         def take(self, refs: list[Any]) -> int:
-            (ref,) = refs
-            found = {name: torch.from_numpy(column) for name, column in ray.get(ref).items()}
-            return sum(int(column.reshape(-1)[-1]) for column in found.values())
+            return int(ray.get(refs[0])["uid"][-1])
 
         def call(self, name: str, argument: Any) -> Any:
             return argument
 
     givers, takers = ([Worker.remote() for _ in range(pair)] for _ in range(2))
-    results = {}
-    for mib in SIZES:
-        ray.get([g.hold.remote(mib / pair, i * 10**6) for i, g in enumerate(givers)])
+    results: dict[str, Any] = {}
+    for kind in ("tensors", "numpy"):
+        for mib in SIZES:
+            ray.get([g.hold.remote(mib / pair, i * 10**6, kind) for i, g in enumerate(givers)])
 
-        def move() -> None:
-            ray.get([t.take.remote(g.give.remote()) for g, t in zip(givers, takers, strict=True)])
+            def move() -> None:
+                ray.get([t.take.remote(g.give.remote()) for g, t in zip(givers, takers, strict=True)])
 
-        results[f"{mib} MiB"] = summary(repeated(move), mib)
-    workers = [*givers, *takers]
+            results[f"{mib} MiB{', numpy' if kind == 'numpy' else ''}"] = summary(repeated(move), mib)
+    workers, nothing = [*givers, *takers], batch_of(1, 0).select([])
 
     def empty_step() -> None:
         for name in CALLS:
-            ray.get([w.call.remote(name, {"loss": 1.0}) for w in workers])
+            ray.get([w.call.remote(name, nothing) for w in workers])
 
     results["empty step"] = summary(repeated(empty_step, 50))
     out.write_text(json.dumps(results))
@@ -199,7 +209,7 @@ def main() -> None:
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={2 * pair}"]
         mine = measured([*torchrun, "-m", "benchmarks.exchange", "--inside", "ours"])
         theirs = measured([options.ray_python, "-m", "benchmarks.exchange", "--inside", f"ray{pair}"])
-        factors = {name: theirs[name]["median_ms"] / mine[name]["median_ms"] for name in mine}
+        factors = {name: it["median_ms"] / mine[name.split(",")[0]]["median_ms"] for name, it in theirs.items()}
         found[f"{pair}+{pair} ranks"] = {"spmd_rl": mine, "ray": theirs, "times as long with ray": factors}
     found["load_after"] = os.getloadavg()[0]
     options.out.write_text(json.dumps(found, indent=1) + "\n")
