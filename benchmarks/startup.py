@@ -4,7 +4,8 @@
 
 | case | what is timed until the last rank (or actor) has it |
 |---|---|
-| `spmd_rl` | torchrun, config, meeting, data, process groups, models; the first `generate` begins |
+| `spmd_rl` | `spmd-rl train --nproc N`: plan, imports, ranks, data, groups, models; the first `generate` begins |
+| `spmd_rl_torchrun` | the same by `torchrun -m spmd_rl.train`, where each rank makes the imports for itself |
 | `torchrun` | torchrun, `import torch, transformers` (transformers imports nothing of its own yet) |
 | `torchrun_auto` | torchrun, `import torch`, `from transformers import AutoModelForCausalLM, AutoTokenizer` |
 | `ray` | `ray.init`, as many actors, each has answered once; they import nothing |
@@ -35,7 +36,7 @@ IMPORTS = {
 TRAIN = """
 import os, sys, time
 from contextlib import contextmanager
-from spmd_rl import train
+from spmd_rl.train import main
 from spmd_rl.observe.live import HERE
 enter = HERE.phase
 @contextmanager
@@ -43,11 +44,18 @@ def timed(name):
     if name == "generate":
         open(os.path.join({folder!r}, os.environ["RANK"]), "w").write(repr(time.time()) + " " + HERE.startup())
         time.sleep(5)  # the others come to it, too
-        os._exit(0)
+        os._exit(1)
     with enter(name):
         yield
-HERE.phase = timed
-sys.exit(train.main({argv!r}))
+if __name__ == "__main__":
+    HERE.phase = timed
+    sys.exit(main({argv!r}))
+"""
+CLI = """
+import sys
+from spmd_rl import cli
+cli.COMMANDS["train"] = cli.Command("timed_train", "")
+sys.exit(cli.main(["train", "--nproc", "{ranks}", *{argv!r}]))
 """
 BARE = """
 import os, time
@@ -69,27 +77,38 @@ open(os.path.join({folder!r}, "0"), "w").write(repr(time.time()))
 """
 
 
-def program(case: str, ranks: int, folder: str) -> str:
-    if case == "spmd_rl":
-        argv = ["experiment=tiny", f"trainer.output_dir={folder}/run", "observe.trackers=[]", "data.val.task=null"]
-        return TRAIN.format(folder=folder, argv=argv)
-    template = RAY if case.startswith("ray") else BARE
-    return template.format(folder=folder, ranks=ranks, imports=IMPORTS[case])
+def programs(case: str, ranks: int, folder: str) -> dict[str, str]:
+    """File name -> text; `program.py` is the one to start."""
+    if not case.startswith("spmd_rl"):
+        template = RAY if case.startswith("ray") else BARE
+        return {"program.py": template.format(folder=folder, ranks=ranks, imports=IMPORTS[case])}
+    argv = ["experiment=tiny", f"trainer.output_dir={folder}/run", "observe.trackers=[]", "data.val.task=null"]
+    train = TRAIN.format(folder=folder, argv=argv)
+    if case == "spmd_rl_torchrun":
+        return {"program.py": train}
+    return {"program.py": CLI.format(ranks=ranks, argv=argv), "timed_train.py": train}
 
 
 def measure(case: str, ranks: int, ray_python: str) -> tuple[float, str]:
     """Seconds from the launch to the last rank's word; what rank 0 says of its start-up."""
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "program.py"
-        script.write_text(program(case, ranks, folder), encoding="utf-8")
+        for name, text in programs(case, ranks, folder).items():
+            (Path(folder) / name).write_text(text, encoding="utf-8")
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
         env = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        if case == "spmd_rl":
+            launcher = [sys.executable]
         if case.startswith("ray"):
             launcher = [ray_python]
             env["PYTHONPATH"] = sysconfig.get_path("purelib")
         begun = time.time()
         done = subprocess.run(
-            [*launcher, str(script)], env=env, capture_output=True, text=True, timeout=600, check=False
+            [*launcher, str(Path(folder) / "program.py")],
+            env=env,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
         )
         words = [(Path(folder) / str(r)) for r in range(1 if case.startswith("ray") else ranks)]
         if not all(word.exists() for word in words):
@@ -105,9 +124,10 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--output", default="")
     options = parser.parse_args()
-    cases = ["spmd_rl", *IMPORTS]
+    cases = ["spmd_rl", "spmd_rl_torchrun", *IMPORTS]
     times: dict[str, dict[str, list[float]]] = {}
-    loads, said = [], ""
+    loads: list[float] = []
+    said: dict[str, str] = {}
     for ranks in (2, 4):
         found = times[str(ranks)] = {case: [] for case in cases}
         for case in cases:
@@ -117,7 +137,7 @@ def main() -> int:
                 loads.append(os.getloadavg()[0])
                 seconds, text = measure(case, ranks, options.ray_python)
                 found[case].append(round(seconds, 2))
-                said = text or said
+                said |= {f"{case} on {ranks}": text} if text else {}
         medians = {case: statistics.median(values) for case, values in found.items()}
         print(f"{ranks} ranks: " + ", ".join(f"{case} {median:.2f} s" for case, median in medians.items()), flush=True)
     result = {

@@ -92,7 +92,7 @@ def script(spec: LaunchSpec, group: HostGroup, first: int) -> str:
     """
     program = shlex.join(spec.program).replace("$", "$$")
     python = shlex.quote(spec.python)
-    start = f"{python} -m torch.distributed.run --nproc-per-node {group.ranks}"
+    start = f"{python} -m spmd_rl.torchrun --nproc-per-node {group.ranks}"
     if spec.nodes == 1:
         return f"exec {start} --standalone {program}"
     number = f"$${{AWS_BATCH_JOB_NODE_INDEX:-$$(({first} + {specs.macros.replica_id}))}}"

@@ -102,7 +102,7 @@ def log_to(file: Path) -> None:
 def ranks_of(pid: int) -> list[int]:
     """The rank that the process is, or the ranks that it started when it is torchrun."""
     words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0") if Path(f"/proc/{pid}").exists() else []
-    if b"torch.distributed.run" not in words:
+    if b"spmd_rl.torchrun" not in words:
         return [pid]
     found = []
     for entry in Path("/proc").iterdir():

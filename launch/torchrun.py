@@ -44,7 +44,7 @@ def command(spec: LaunchSpec, node_rank: int | None = None) -> list[str]:
 def torchrun(meeting: Sequence[str], ranks: str, restarts: int = 0) -> list[str]:
     """torchrun's words, without the interpreter and without what the ranks run."""
     again = ["--max-restarts", str(restarts)] if restarts else []
-    return ["-m", "torch.distributed.run", *meeting, "--nproc-per-node", ranks, *again]
+    return ["-m", "spmd_rl.torchrun", *meeting, "--nproc-per-node", ranks, *again]
 
 
 def static(nodes: str, node_rank: str, address: str, port: str) -> list[str]:

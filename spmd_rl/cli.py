@@ -96,7 +96,7 @@ def find_main(name: str) -> Callable[[list[str]], int]:
 
 
 def run_on_ranks(name: str, argv: list[str]) -> int:
-    """Run in this process, or check config and plan here, once, and start torchrun with the same arguments."""
+    """Run in this process, or check config and plan here, once, and be torchrun with the same arguments."""
     argv, nproc = take_option(argv, "--nproc")
     plain = argv
     for option in COMMANDS[name].options:
@@ -110,21 +110,26 @@ def run_on_ranks(name: str, argv: list[str]) -> int:
     if nproc is None:
         return find_main(name)(argv)
     arguments.reject_others()
-    command = torchrun_command(module, argv, nproc)
+    words = torchrun_words(module, argv, nproc)
     config = arguments.config() if name == "train" else only_sampling(arguments.config())
     if nproc.isdigit():
         Plan.from_config(config, Cluster.from_counts([int(nproc)]))
     os.environ.setdefault("OMP_NUM_THREADS", str(threads_per_rank(nproc)))
-    sys.stdout.flush()
-    os.execv(command[0], command)
+    return find_torchrun()(words)
 
 
-def torchrun_command(module: str, argv: list[str], nproc: str) -> list[str]:
-    """The torchrun call for `nproc` ranks on this host. Raises ConfigError for a number it would refuse."""
+def find_torchrun() -> Callable[[list[str]], int]:
+    """torchrun, which is imported where ranks are started only."""
+    from spmd_rl.torchrun import main
+
+    return main
+
+
+def torchrun_words(module: str, argv: list[str], nproc: str) -> list[str]:
+    """torchrun's words for `nproc` ranks on this host. Raises ConfigError for a number it would refuse."""
     if not (nproc.isdigit() and int(nproc) > 0) and nproc not in ("gpu", "cpu", "auto"):
         raise ConfigError(f"--nproc {nproc}: give a number of ranks, or gpu for one a GPU")
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", nproc]
-    return [sys.executable, *launcher, "-m", module, *argv]
+    return ["--standalone", "--nproc-per-node", nproc, "-m", module, *argv]
 
 
 def threads_per_rank(nproc: str) -> int:

@@ -36,7 +36,7 @@ def test_a_command_that_does_not_exist_yet_says_so(
 def test_config_mistakes_are_printed_once_and_no_rank_is_started(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("torchrun was started"))
+    monkeypatch.setattr(cli, "find_torchrun", lambda: pytest.fail("torchrun was started"))
     assert cli.main(["train", "--nproc", "2", "rolout.n=3"]) == 2
     err = capsys.readouterr().err
     assert err.count("unknown key rolout.n") == 1
@@ -45,19 +45,19 @@ def test_config_mistakes_are_printed_once_and_no_rank_is_started(
 
 def test_nproc_starts_torchrun_with_the_same_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
     started: list[list[str]] = []
-    monkeypatch.setattr(os, "execv", lambda _, command: started.append(command))
+    monkeypatch.setattr(cli, "find_torchrun", lambda: lambda words: started.append(words) or 0)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    cli.main(["train", "experiment=tiny", "--nproc=2", "rollout.n=4"])
-    assert started[0][0] == sys.executable
-    assert started[0][-4:] == ["-m", "spmd_rl.train", "experiment=tiny", "rollout.n=4"]
-    assert started[0][started[0].index("--nproc-per-node") + 1] == "2"
+    assert cli.main(["train", "experiment=tiny", "--nproc=2", "rollout.n=4"]) == 0
+    assert started == [
+        ["--standalone", "--nproc-per-node", "2", "-m", "spmd_rl.train", "experiment=tiny", "rollout.n=4"]
+    ]
     assert int(os.environ.pop("OMP_NUM_THREADS")) >= 1
 
 
 def test_sizes_that_do_not_fit_are_found_before_a_rank_is_started(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(os, "execv", lambda *_: pytest.fail("torchrun was started"))
+    monkeypatch.setattr(cli, "find_torchrun", lambda: pytest.fail("torchrun was started"))
     assert cli.main(["train", "--nproc", "4", "experiment=tiny", "actor.engine.fsdp.fsdp_size=3"]) == 2
     assert "fsdp_size=3" in capsys.readouterr().err
 
@@ -65,7 +65,7 @@ def test_sizes_that_do_not_fit_are_found_before_a_rank_is_started(
 @pytest.mark.parametrize("nproc", ["0", "two", "-1"])
 def test_a_wrong_number_of_ranks(nproc: str) -> None:
     with pytest.raises(ConfigError, match="--nproc"):
-        cli.torchrun_command("m", [], nproc)
+        cli.torchrun_words("m", [], nproc)
 
 
 def test_without_nproc_the_command_runs_in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:

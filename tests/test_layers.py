@@ -12,7 +12,7 @@ import spmd_rl
 
 PACKAGE = Path(spmd_rl.__file__).parent
 LAYERS = [
-    {"config"},
+    {"config", "torchrun"},
     {"topology", "algorithms", "data"},
     {"models", "rewards", "observe"},
     {"runtime"},

@@ -1,7 +1,9 @@
 """Problems made on the fly by reasoning_gym, and its own scorers. The only file that imports `reasoning_gym`."""
 
 import difflib
+import sys
 from collections.abc import Callable, Iterator
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -11,11 +13,27 @@ DATA_SOURCE = "reasoning_gym/"
 """Rows of task X have data_source `reasoning_gym/X`."""
 
 
+class _Later(ModuleType):
+    """Stands in for a module, and imports it when something of it is used."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(import_module(self.__name__), name)
+
+
 def _reasoning_gym() -> ModuleType:
+    if "reasoning_gym" in sys.modules:
+        return sys.modules["reasoning_gym"]
+    # one task of a hundred needs it, and it imports all of matplotlib: half of the time that the others would wait for
+    later = sys.modules.setdefault("cellpylib", _Later("cellpylib"))
     try:
         import reasoning_gym
     except ImportError as error:
         raise ConfigError("tasks by name need the package `reasoning-gym` (pip install spmd-rl[quickstart])") from error
+    finally:
+        if isinstance(later, _Later):
+            del sys.modules["cellpylib"]
     return reasoning_gym
 
 

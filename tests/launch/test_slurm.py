@@ -1,5 +1,6 @@
 """On a real Slurm of two and of four hosts: a run survives whatever ends its job, and says first what failed first."""
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -83,10 +84,13 @@ def until(condition: Callable[[], bool], timeout_s: float, log: Path) -> None:
 
 
 def rank_pids(hosts: Hosts, host: int) -> list[int]:
-    """The ranks that run on a host, without the torchrun that may have started them."""
-    files = {pid: Path(f"/proc/{pid}/cmdline") for pid in hosts.pids(host)}
-    words = {pid: file.read_bytes().split(b"\0") for pid, file in files.items() if file.exists()}
-    return [pid for pid, said in words.items() if b"spmd_rl.train" in said and b"torch.distributed.run" not in said]
+    """The ranks that run on a host, without the torchrun that may have forked them, whose words they have."""
+    found = {}
+    for pid in hosts.pids(host):
+        with contextlib.suppress(OSError):
+            if b"spmd_rl.train" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0"):
+                found[pid] = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    return [pid for pid in found if pid not in found.values()]
 
 
 def test_requeue_time_limit_preemption_and_a_killed_rank_lose_nothing(

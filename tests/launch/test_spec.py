@@ -23,7 +23,7 @@ def spec(*overrides: str) -> LaunchSpec:
 
 def after_python(words: list[str]) -> list[str]:
     """torchrun's own words."""
-    assert words[:3] == [sys.executable, "-m", "torch.distributed.run"]
+    assert words[:3] == [sys.executable, "-m", "spmd_rl.torchrun"]
     return words[3 : words.index("-m", 3)]
 
 

@@ -33,7 +33,7 @@ def start(hosts: Hosts, host: int, folder: Path, *words: str) -> "subprocess.Pop
     env = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     meeting = ["--nnodes", "2", "--nproc-per-node", "1", "--rdzv-backend", "c10d", "--rdzv-id", "job"]
     meeting += ["--rdzv-endpoint", f"{NAMES[0]}:29400", "--max-restarts", "3"]
-    command = [sys.executable, "-m", "torch.distributed.run", *meeting, "-m", "spmd_rl.train", *TINY]
+    command = [sys.executable, "-m", "spmd_rl.torchrun", *meeting, "-m", "spmd_rl.train", *TINY]
     log = (folder.parent / f"{folder.name}.{NAMES[host]}.log").open("a", encoding="utf-8")
     with log:
         return hosts.start(host, [*command, f"trainer.output_dir={folder}", *words], env=env, stdout=log, stderr=log)

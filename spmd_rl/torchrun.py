@@ -1,0 +1,46 @@
+"""torchrun whose ranks share one set of imports: `python -m spmd_rl.torchrun OPTIONS OF TORCHRUN -m MODULE …`.
+
+Importing torch and transformers is most of a start, and each of a host's ranks would do it for itself. So this process
+does it once, before it has a thread or a CUDA context, and torchrun's own agent then forks the ranks from it (its
+options --start-method fork and --run-path). After a failure the next ranks are there at once, too.
+"""
+
+import importlib
+import os
+import signal
+import sys
+from functools import partial
+from io import TextIOWrapper
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Be torchrun. Anything but `-m` with a module is left to torchrun as it is. 0, or torchrun's exception."""
+    # what torchrun would set, but before torch reads it: one thread, and GPUs counted without touching CUDA
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
+    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.run import parse_args, run
+
+    args = parse_args(sys.argv[1:] if argv is None else argv)
+    if args.module:
+        args.training_script = importlib.import_module(args.training_script).__file__
+        args.module, args.run_path, args.start_method = False, True, "fork"
+        os.register_at_fork(after_in_child=partial(forget_handlers, os.getpid()))
+        for stream in (sys.stdout, sys.stderr):
+            if isinstance(stream, TextIOWrapper):
+                stream.reconfigure(line_buffering=True)  # the ranks inherit it: torchrun starts Python with -u
+    record(run)(args)
+    return 0
+
+
+def forget_handlers(agent: int) -> None:
+    """In a rank, signals do what they do in a new process: the agent's handlers, which it inherits, would raise in it
+    where the agent means to end it. `agent`: its process; what a rank itself forks is left alone."""
+    if os.getppid() == agent:
+        for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
