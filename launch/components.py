@@ -117,13 +117,18 @@ def settings(spec: LaunchSpec) -> dict[str, Any]:
     return queue | slurm | dict(cluster.scheduler_args)
 
 
-def dry_run(spec: LaunchSpec, runner: Runner) -> "specs.AppDryRunInfo[Any]":
-    """What torchx would submit. Raises ConfigError for what it refuses."""
+def dry_run(spec: LaunchSpec, runner: Runner, *, ask: bool) -> "specs.AppDryRunInfo[Any]":
+    """What torchx would submit. Raises ConfigError for what it refuses.
+
+    With `ask`, a newer torchx has Kubernetes check the request; without, no cluster is needed.
+    """
     scheduler = spec.cluster.scheduler
     if scheduler not in runner.scheduler_backends():
         raise ConfigError(f"cluster.scheduler={scheduler}: torchx has {', '.join(runner.scheduler_backends())}")
+    asks = runner.scheduler_run_opts(scheduler).get("validate_spec") is not None
+    unasked = {"validate_spec": False} if asks and not ask else {}
     try:
-        return runner.dryrun(app(spec), scheduler, settings(spec))
+        return runner.dryrun(app(spec), scheduler, unasked | settings(spec))
     except ModuleNotFoundError as error:
         raise ConfigError(f"cluster.scheduler={scheduler} needs {error.name}: pip install {error.name}") from error
     except specs.InvalidRunConfigException as error:
@@ -133,13 +138,13 @@ def dry_run(spec: LaunchSpec, runner: Runner) -> "specs.AppDryRunInfo[Any]":
 def text(spec: LaunchSpec) -> str:
     """The request, as torchx prints it."""
     with get_runner() as runner:
-        return f"{dry_run(spec, runner)}\n"
+        return f"{dry_run(spec, runner, ask=False)}\n"
 
 
 def submit(spec: LaunchSpec, follow: bool) -> tuple[str, int]:
     """(torchx's handle of the job, status): with `follow` after its end, else 0 at once."""
     with get_runner() as runner:
-        handle = runner.schedule(dry_run(spec, runner))
+        handle = runner.schedule(dry_run(spec, runner, ask=True))
         print(handle, flush=True)
         if not follow and spec.cluster.scheduler != "local_cwd":  # local processes end with this one
             return handle, 0
