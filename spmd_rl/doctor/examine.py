@@ -143,6 +143,8 @@ class Examination:
         store.set(f"folder/sees/{rank}", words)
         told = [text.decode() for text in store.multi_get([f"folder/sees/{r}" for r in range(size)])]
         (place / f".doctor-{rank}").unlink(missing_ok=True) if not wrote[rank] else None
+        store.set(f"folder/cleared/{rank}", "")
+        store.wait([f"folder/cleared/{r}" for r in range(size)])
         for folder in made:  # leave nothing behind
             try:
                 folder.rmdir()

