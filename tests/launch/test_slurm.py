@@ -1,6 +1,7 @@
 """On a real Slurm of two and of four hosts: a run survives whatever ends its job, and says first what failed first."""
 
 import contextlib
+import json
 import os
 import signal
 import subprocess
@@ -37,9 +38,9 @@ ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": str(HER
 
 @pytest.fixture(scope="module")
 def two(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
-    """Two hosts; a preempted job has half a minute."""
+    """Three hosts, of which each job takes two, the first ones if they may; a preempted job has half a minute."""
     skip_without_slurm()
-    with Hosts(2) as hosts, Slurm(hosts, tmp_path_factory.mktemp("slurm"), grace_s=30) as slurm:
+    with Hosts(3) as hosts, Slurm(hosts, tmp_path_factory.mktemp("slurm"), grace_s=30) as slurm:
         yield slurm
 
 
@@ -96,9 +97,10 @@ def rank_pids(hosts: Hosts, host: int) -> list[int]:
 def test_requeue_time_limit_preemption_and_a_killed_rank_lose_nothing(
     two: Slurm, worlds: Worlds, tmp_path: Path
 ) -> None:
+    """Of 2 hosts × 2 ranks. A host that is back has its old ranks wherever Slurm lists it; a new one takes the vacancy."""
     folder, slow = tmp_path / "run", tmp_path / "slow"
-    slow.write_text("0.7")  # a step takes six seconds, eight replies a rank: none of the parts reaches the end
-    asked = ["cluster.nodes=2", "cluster.gpus_per_node=1", "cluster.retries=1"]
+    slow.write_text("1.4")  # a step takes six seconds, four replies a rank: none of the parts reaches the end
+    asked = ["cluster.nodes=2", "cluster.gpus_per_node=2", "cluster.retries=1"]
     limit = ["cluster.time_h=1", "cluster.warning_s=300"]
     job = submit(two, folder, *asked, *limit, env={"SLOW_REWARD": str(slow)})
     log = folder / "slurm" / f"{job}_0_log.out"
@@ -108,10 +110,15 @@ def test_requeue_time_limit_preemption_and_a_killed_rank_lose_nothing(
         until(lambda: len(lines(folder)) > done, 300, log)
         return len(lines(folder))
 
+    def until_ranks_are_on(*hosts: str) -> None:
+        wanted = [host for host in hosts for _ in range(2)]
+        until(lambda: [r["host"] for r in json.loads((folder / "status.json").read_text())["ranks"]] == wanted, 60, log)
+
     def attempts() -> list[str]:
         return sorted(found.name for found in (folder / "slurm" / f"{job}.attempts").iterdir())
 
     one_more_step()
+    until_ranks_are_on("node1", "node2")
     minutes = int(two.job(job)["RunTime"].split(":")[1])
     two.run("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes + 5}")  # so the warning is due
     two.start_now(job, timeout_s=300)  # saved, and queued again by the job itself
@@ -119,14 +126,19 @@ def test_requeue_time_limit_preemption_and_a_killed_rank_lose_nothing(
     two.run("scontrol", "update", f"JobId={job}", "TimeLimit=UNLIMITED")
 
     one_more_step()
+    two.run("scontrol", "update", "NodeName=node1", "State=DRAIN", "Reason=replaced")
     two.run("scontrol", "requeue", job)
     two.start_now(job)
 
     one_more_step()
+    until_ranks_are_on("node3", "node2")  # Slurm says node2, node3
+    two.run("scontrol", "update", "NodeName=node1", "State=RESUME")
+    two.run("scontrol", "update", "NodeName=node3", "State=DRAIN", "Reason=replaced")
     two.run("sbatch", "-p", "high", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "true")
     two.start_now(job)
 
     done = one_more_step()
+    until_ranks_are_on("node1", "node2")
     os.kill(rank_pids(two.hosts, 1)[0], signal.SIGKILL)
     two.start_now(job)  # cluster.retries=1
     assert "ended with SIGKILL" in (folder / "slurm" / f"{job}.failure.txt").read_text().splitlines()[0]
@@ -138,9 +150,10 @@ def test_requeue_time_limit_preemption_and_a_killed_rank_lose_nothing(
     )
     assert attempts() == ["0", "1", "2", "3", "4"]
 
+    two.run("scontrol", "update", "NodeName=node3", "State=RESUME")
     whole = tmp_path / "whole"
     plain = [*RUN, f"trainer.output_dir={whole}"]
-    assert worlds[2].run(launched.train_quietly, plain) == [0] * 2
+    assert worlds[4].run(launched.train_quietly, plain) == [0] * 4
     assert differences(lines(folder), lines(whole)) == {}
 
 
