@@ -97,7 +97,7 @@ def rank_pids(hosts: Hosts, host: int) -> list[int]:
 def test_requeue_time_limit_preemption_and_a_killed_rank_lose_nothing(
     two: Slurm, worlds: Worlds, tmp_path: Path
 ) -> None:
-    """Of 2 hosts × 2 ranks. A host that is back has its old ranks wherever Slurm lists it; a new one takes the vacancy."""
+    """Of 2 × 2 ranks. A host that is back has its old ranks, wherever it is listed; a new one takes the vacancy."""
     folder, slow = tmp_path / "run", tmp_path / "slow"
     slow.write_text("1.4")  # a step takes six seconds, four replies a rank: none of the parts reaches the end
     asked = ["cluster.nodes=2", "cluster.gpus_per_node=2", "cluster.retries=1"]
