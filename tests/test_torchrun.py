@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 RANK = """
-import json, os, signal, sys, time
+import gc, json, os, signal, sys, time
 IMPORTED_BY = os.getpid()
 if __name__ == "__main__":
     import torch
@@ -23,6 +23,7 @@ if __name__ == "__main__":
         "imported_by": __import__("ranks_module").IMPORTED_BY,
         "handlers": [getattr(h := signal.getsignal(getattr(signal, n)), "name", str(h)) for n in names],
         "threads": torch.get_num_threads(),
+        "collects_garbage": gc.isenabled(),
     }
     open(rank, "w").write(json.dumps(said))
     print(f"rank {rank} speaks")

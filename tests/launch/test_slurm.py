@@ -131,7 +131,8 @@ def test_requeue_time_limit_preemption_and_a_killed_rank_lose_nothing(
     two.start_now(job)
 
     one_more_step()
-    until_ranks_are_on("node3", "node2")  # Slurm says node2, node3
+    until_ranks_are_on("node3", "node2")
+    assert "attempt 2: task 0 on node2\n" in log.read_text()  # Slurm lists node2, node3
     two.run("scontrol", "update", "NodeName=node1", "State=RESUME")
     two.run("scontrol", "update", "NodeName=node3", "State=DRAIN", "Reason=replaced")
     two.run("sbatch", "-p", "high", "-N2", "--exclusive", "-o", "/dev/null", "--wrap", "true")
