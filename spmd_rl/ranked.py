@@ -1,5 +1,6 @@
 """What the commands that run on many ranks have in common: `train`, `eval`, `generate`."""
 
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -54,6 +55,7 @@ def recorded() -> Iterator[None]:
 
 def report(message: str, env: LaunchEnvironment) -> None:
     """Print a mistake that every rank has found once. One that only another host has is printed by its first rank."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the loop notes it and goes on; here nothing is left to end cleanly
     if not env.is_first:
         time.sleep(LINGER_S)
     if env.local_rank == 0:

@@ -7,20 +7,29 @@ options --start-method fork and --run-path). After a failure the next ranks are 
 
 import gc
 import importlib
+import logging
 import os
 import signal
 import sys
+import tempfile
+from collections.abc import Callable
 from functools import partial
 from io import TextIOWrapper
+from multiprocessing.synchronize import Event
+from typing import Any
+
+USER_ERROR = 2
+"""Exit status of ranks that were called wrongly, and so torchrun's."""
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Be torchrun. Anything but `-m` with a module is left to torchrun as it is. 0, or torchrun's exception."""
+    """Be torchrun. Anything but `-m` with a module is left to torchrun as it is. 0, USER_ERROR, or its exception."""
     gc.disable()  # a fifth of the imports' time goes into looking for garbage among what stays for good
     # what torchrun would set, but before torch reads it: one thread, and GPUs counted without touching CUDA
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
-    from torch.distributed.elastic.multiprocessing.errors import record
+    from torch.distributed.elastic.multiprocessing import api as workers
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.run import parse_args, run
 
     args = parse_args(sys.argv[1:] if argv is None else argv)
@@ -31,19 +40,51 @@ def main(argv: list[str] | None = None) -> int:
         for stream in (sys.stdout, sys.stderr):
             if isinstance(stream, TextIOWrapper):
                 stream.reconfigure(line_buffering=True)  # the ranks inherit it: torchrun starts Python with -u
+        workers._wrap = partial(until_done, workers._wrap)
+        workers.logger.addFilter(said_already)
     gc.freeze()  # so that no rank looks there either, which would copy the memory that the ranks share
     gc.enable()
-    record(run)(args)
+    with tempfile.TemporaryDirectory(prefix="torchrun-") as folder:
+        tempfile.tempdir = folder  # what torchrun writes there it leaves behind
+        try:
+            record(run)(args)
+        except ChildFailedError as error:
+            if error.get_first_failure()[1].exitcode == USER_ERROR:
+                return USER_ERROR
+            raise
+        finally:
+            tempfile.tempdir = None
     return 0
+
+
+def until_done(act: Callable[..., None], *args: Any) -> None:
+    """What a rank does, without torchrun's wait for its agent at the end: an agent that was told to end, or is gone,
+    never answers, and the rank would stay."""
+    act(*(AtOnce() if isinstance(arg, Event) else arg for arg in args))
+
+
+class AtOnce:
+    """An event that nobody waits for."""
+
+    def wait(self) -> None:
+        """Return."""
+
+
+def said_already(line: logging.LogRecord) -> bool:
+    """False for torchrun's words on a rank that was called wrongly: the rank has said it in plain ones."""
+    told = "failed (exitcode" in str(line.msg)
+    return not (told and isinstance(line.args, tuple) and line.args[:1] == (USER_ERROR,))
 
 
 def forget_handlers(agent: int) -> None:
     """In a rank, signals do what they do in a new process: the agent's handlers, which it inherits, would raise in it
-    where the agent means to end it. `agent`: its process; what a rank itself forks is left alone."""
+    where the agent means to end it. Temporary files are its own, too. `agent`: its process; what a rank itself forks is
+    left alone."""
     if os.getppid() == agent:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
+        tempfile.tempdir = None
 
 
 if __name__ == "__main__":

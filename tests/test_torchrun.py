@@ -2,11 +2,15 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from spmd_rl.observe import processes
+from tests.trainer.launched import wait_until
 
 RANK = """
 import gc, json, os, signal, sys, time
@@ -31,16 +35,33 @@ if __name__ == "__main__":
         raise ArithmeticError("rank 1 has had enough")
     if wanted == "status" and rank == "1":
         sys.exit(3)
+    if wanted == "mistake" and rank == "0":
+        sys.exit(2)
+    if wanted == "polite":
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
+        open(f"polite{rank}", "w").write(str(os.getpid()))
     time.sleep(60 if wanted != "end" else 0)
     sys.exit(0)
 """
 
 
-def start(folder: Path, launcher: str, *words: str) -> "subprocess.CompletedProcess[str]":
+def open_(folder: Path, launcher: str, *words: str) -> "subprocess.Popen[str]":
     (folder / "ranks_module.py").write_text(RANK, encoding="utf-8")
-    env = {**os.environ, "PYTHONPATH": f"{folder}:{os.environ.get('PYTHONPATH', '')}", "OMP_NUM_THREADS": "1"}
+    (folder / "tmp").mkdir(exist_ok=True)
+    path, temporary = f"{folder}:{os.environ.get('PYTHONPATH', '')}", str(folder / "tmp")
+    env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": temporary}
     command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", "2", "-m", "ranks_module", *words]
-    return subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=100, check=False)
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
+
+
+def start(folder: Path, launcher: str, *words: str) -> "subprocess.CompletedProcess[str]":
+    with open_(folder, launcher, *words) as process:
+        try:
+            out, err = process.communicate(timeout=100)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def said(folder: Path) -> list[dict[str, object]]:
@@ -65,4 +86,30 @@ def test_a_rank_that_fails_ends_the_others_at_once(tmp_path: Path, wanted: str, 
     done = start(tmp_path, "spmd_rl.torchrun", wanted)
     assert done.returncode == 1
     assert says in done.stderr
+    assert not list((tmp_path / "tmp").iterdir())
     assert "rank 1 speaks" in done.stdout  # though its buffers were not flushed by an orderly end
+
+
+def test_a_mistake_is_left_to_the_ranks_own_words(tmp_path: Path) -> None:
+    done = start(tmp_path, "spmd_rl.torchrun", "mistake")
+    assert done.returncode == 2
+    assert "Traceback" not in done.stderr
+    assert "ChildFailedError" not in done.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_ranks_that_end_well_do_not_wait_for_an_agent_that_ends(tmp_path: Path, number: signal.Signals) -> None:
+    """torchrun's own forked ranks stay for 30 s, or for ever."""
+    marks = [tmp_path / f"polite{rank}" for rank in range(2)]
+    with open_(tmp_path, "spmd_rl.torchrun", "polite") as agent:
+        try:
+            assert wait_until(lambda: all(mark.exists() and mark.read_text() for mark in marks), 60)
+            ranks = {pid: processes.born(pid) for pid in (int(mark.read_text()) for mark in marks)}
+            agent.send_signal(number)
+            if number == signal.SIGKILL:
+                agent.wait()
+                for rank in ranks:
+                    os.kill(rank, signal.SIGTERM)
+            assert wait_until(lambda: all(processes.state(*rank) == processes.GONE for rank in ranks.items()), 15)
+        finally:
+            agent.kill()
