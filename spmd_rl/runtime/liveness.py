@@ -122,6 +122,8 @@ class Liveness:
 
     def _tidy(self) -> None:
         """An empty file says nothing."""
+        if self._stacks is None:
+            return
         file = self._stack_file(self.rank)
         with suppress(OSError):
             if file.stat().st_size == 0:
@@ -140,13 +142,12 @@ class Liveness:
 
     def _open_stacks(self) -> int | None:
         """SIGUSR1 has a rank write its Python stacks here, whatever it is doing."""
-        if self.folder is None or not self.folder.is_dir():
-            faulthandler.register(signal.SIGUSR1, all_threads=True)
-            return None
-        place = self.folder / "failures"
-        place.mkdir(exist_ok=True)
-        file = os.open(self._stack_file(self.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        faulthandler.register(signal.SIGUSR1, file=file, all_threads=True)
+        file = None
+        with suppress(OSError):  # a full disk, or one that may not be written to
+            if self.folder is not None and self.folder.is_dir():
+                (self.folder / "failures").mkdir(exist_ok=True)
+                file = os.open(self._stack_file(self.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        faulthandler.register(signal.SIGUSR1, file=sys.stderr if file is None else file, all_threads=True)
         return file
 
     def _stack_file(self, rank: int) -> Path:
@@ -254,10 +255,12 @@ class Liveness:
         return [Report.from_json(found[r]) if r in found else Report(r) for r in ranks]
 
     def _show(self, reports: Sequence[Report]) -> None:
-        if self.rank == 0 and self.folder is not None and self.folder.is_dir():
-            write_status(self.folder, self.attempt, reports)
-        for listener in HERE.listeners:
-            listener(reports)
+        with suppress(OSError):  # a full disk, a closed terminal: no reason for this thread to end, which would end all
+            if self.rank == 0 and self.folder is not None and self.folder.is_dir():
+                write_status(self.folder, self.attempt, reports)
+        with suppress(OSError):
+            for listener in HERE.listeners:
+                listener(reports)
 
     # ------------------------------------------------------------------ the thread that minds the store
 
@@ -366,6 +369,7 @@ class Liveness:
         sys.stderr.flush()
         sys.stdout.flush()
         self._kill(failed)
+        self._tidy()
         os._exit(LOST_RANK)
 
     def _kill(self, failed: Sequence[Report]) -> None:

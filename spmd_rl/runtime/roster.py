@@ -177,8 +177,14 @@ def read_roster(folder: Path) -> dict[str, Any] | None:
 
 
 def save_roster(folder: Path, seats: Sequence[str], start: int) -> None:
-    """Replace roster.json at once."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Replace roster.json at once. It is the first that a run writes: ConfigError when it cannot."""
     fresh = folder / f".roster.json.{os.getpid()}"
-    fresh.write_text(json.dumps({"start": start, "seats": list(seats)}, indent=1) + "\n", encoding="utf-8")
-    os.replace(fresh, folder / "roster.json")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fresh.write_text(json.dumps({"start": start, "seats": list(seats)}, indent=1) + "\n", encoding="utf-8")
+        os.replace(fresh, folder / "roster.json")
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.output_dir={folder} cannot be written to ({error.strerror}: {error.filename}); make room there, "
+            "or choose another folder"
+        ) from error

@@ -3,11 +3,13 @@
 from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from spmd_rl.config import ConfigError
 from spmd_rl.data.batch import Batch
 from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.runtime.messages import read, whole
@@ -42,6 +44,19 @@ def load_rows(name: str, folder: Path, runtime: Runtime) -> Batch:
     mine = files[runtime.pool_rank :: runtime.pool.size]
     parts = [_read(file) for file in mine] or [_read(files[0]).select([])]  # the columns at least
     return Batch.concat(parts)
+
+
+def check_group_size(state: Mapping[str, Any], n: int) -> None:
+    """ConfigError when a checkpoint holds begun replies, or steps not trained on, of another rollout.n: mini-batches
+    and groups of the next steps would be cut in the wrong places."""
+    saved, groups, steps = state["carried"]["n"], len(state["carried"]["groups"]), len(state["ahead"])
+    if saved != n and (groups or steps):
+        of = f"of rollout.n={saved}"
+        what = f"{groups} groups {of} begun replies" if groups else f"{steps} steps {of} that are not trained on"
+        raise ConfigError(
+            f"resume: the checkpoint carries {what}, now rollout.n={n}; put it back, or start anew with "
+            "trainer.resume=never"
+        )
 
 
 def load_ahead(metrics: Sequence[Mapping[str, float] | None], folder: Path, runtime: Runtime) -> Ahead:

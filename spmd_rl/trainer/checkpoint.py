@@ -163,7 +163,7 @@ class Checkpointer:
             for name, data in files.items():
                 place = partial / name
                 place.parent.mkdir(exist_ok=True)
-                data.numpy().tofile(place)
+                place.write_bytes(data.numpy().data)  # tofile would lose up to 4 KiB on a full disk, and say nothing
             if tensors and self.config.async_save:
                 return "", dcp.async_save(tensors, checkpoint_id=shards, process_group=group)  # type: ignore[return-value]
             if tensors:

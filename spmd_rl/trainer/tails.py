@@ -209,15 +209,9 @@ class Tails:
         return saved_rows(f"{FOLDER}/", self.rows, self.runtime) if self.carried else {}
 
     def load(self, state: dict[str, Any], folder: Path) -> None:
-        """Go on with what a checkpoint carries, on any number of rollout ranks. ConfigError for another rollout.n."""
-        groups, n = [Group(**group) for group in state["groups"]], self.config.rollout.n
-        if groups and state["n"] != n:
-            raise ConfigError(
-                f"resume: the checkpoint carries {len(groups)} groups of rollout.n={state['n']} begun replies, "
-                f"now rollout.n={n}; put it back, or start anew with trainer.resume=never"
-            )
-        self.carried = groups
-        if groups and self.runtime.plays("rollout"):
+        """Go on with what a checkpoint carries, on any number of rollout ranks."""
+        self.carried = [Group(**group) for group in state["groups"]]
+        if self.carried and self.runtime.plays("rollout"):
             self.rows = load_rows(f"{FOLDER}/", folder, self.runtime)
 
 

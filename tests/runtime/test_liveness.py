@@ -1,13 +1,16 @@
 """A rank that dies, stops, hangs or raises is named, with its stack, and no other rank outlives it for long."""
 
+import json
 import time
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from spmd_rl.observe.status import describe
-from spmd_rl.runtime.liveness import LOST_RANK
+from spmd_rl.runtime.liveness import LOST_RANK, Liveness
 from tests.runtime.watched import KILL, STOP, Job
+from tests.trainer.launched import wait_until
 
 pytestmark = pytest.mark.slow
 ROLLOUT = "rank 2 (pool rollout, host"
@@ -102,3 +105,17 @@ def test_ranks_that_are_done(tmp_path: Path) -> None:
     assert (code, works) == (0, False)
     assert text.splitlines()[-1] == "done"
     assert not (tmp_path / "failures").exists()
+
+
+def test_a_disk_that_takes_no_status_is_no_reason_to_fall_silent(tmp_path: Path) -> None:
+    (tmp_path / "status.json").mkdir()  # it cannot be replaced by a file
+    (tmp_path / "failures").write_text("")
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    alive = Liveness(store, 0, 1, [0], stuck_s=60.0, folder=tmp_path)
+    alive.beat_s = 0.05
+    alive.begin()
+    try:
+        assert wait_until(lambda: json.loads(store.get("alive/0"))["beat"] > 8, 20)
+    finally:
+        alive.leave()
+    assert json.loads(store.get("alive/0"))["ended"] == "done"

@@ -15,7 +15,7 @@ from spmd_rl.ranked import plan_of
 from spmd_rl.runtime import roster
 from spmd_rl.runtime.environment import LaunchEnvironment, read_environment
 from spmd_rl.runtime.joining import joined
-from spmd_rl.runtime.roster import Card, number
+from spmd_rl.runtime.roster import Card, number, save_roster
 from tests.world import Worlds
 
 A, B, C, D = "10.0.0.9", "10.0.0.10", "10.0.1.2", "10.0.0.11"
@@ -136,3 +136,9 @@ def test_a_store_that_has_seen_an_earlier_start() -> None:
         roster._this_start(store, env_of(0), 0.5)
     with pytest.raises(ConfigError, match="rank 0 did not come within"):
         roster._this_start(store, env_of(1), 0.5)
+
+
+def test_a_folder_that_cannot_be_written_to_is_a_mistake(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"trainer.output_dir=.*/file/run cannot be written to \(Not a directory: "):
+        save_roster(tmp_path / "file" / "run", ["node0"], 1)

@@ -2,6 +2,7 @@
 
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 from spmd_rl.config import ConfigError
 from spmd_rl.config.run import CheckpointConfig
+from spmd_rl.trainer.ahead import check_group_size
 from spmd_rl.trainer.checkpoint import (
     Checkpointer,
     check_fingerprint,
@@ -138,3 +140,21 @@ def test_another_model_is_named(tmp_path: Path) -> None:
     check_fingerprint(place, {"hidden_size": 64, "vocab_size": 104})
     with pytest.raises(ConfigError, match=r"another model \(hidden_size: saved 64, now 128\)"):
         check_fingerprint(place, {"hidden_size": 128, "vocab_size": 104})
+
+
+def test_a_small_file_on_a_full_disk_is_no_file(tmp_path: Path) -> None:
+    """Less than a buffer: what is written only when the file is closed must not be lost without a word."""
+    (tmp_path / "carried").mkdir()
+    (tmp_path / "carried" / "000000.rows").symlink_to("/dev/full")
+    here: Any = SimpleNamespace(pool=SimpleNamespace(name="global"), control=None)
+    files = {"carried/000000.rows": torch.zeros(100, dtype=torch.uint8)}
+    problem, _ = Checkpointer(tmp_path, CheckpointConfig(), here)._write(tmp_path, {}, files)
+    assert "No space left on device" in problem
+
+
+def test_sampled_steps_of_another_group_size_are_refused() -> None:
+    state = {"ahead": [{}, {}], "carried": {"n": 4, "groups": []}}
+    check_group_size(state, 4)
+    check_group_size({"ahead": [], "carried": {"n": 4, "groups": []}}, 2)
+    with pytest.raises(ConfigError, match=r"carries 2 steps of rollout\.n=4 that are not trained on, now rollout\.n=2"):
+        check_group_size(state, 2)
