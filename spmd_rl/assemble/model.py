@@ -38,8 +38,10 @@ from spmd_rl.rollout.base import RolloutEngine
 from spmd_rl.rollout.transformers import ATTENTION, TransformersRollout
 from spmd_rl.runtime.bootstrap import Runtime, on_stop
 from spmd_rl.runtime.environment import as_pool
+from spmd_rl.topology.fold import demand
 from spmd_rl.topology.roles import role_specs
 from spmd_rl.topology.tails import in_flight
+from spmd_rl.topology.vllm_memory import cpu_mistakes
 from spmd_rl.weights.held import specs_of
 
 T = TypeVar("T")
@@ -84,6 +86,12 @@ def load_model_facts(config: Config) -> Model:
             f"data.max_prompt_length + data.max_response_length = {longest} > {limit} positions of {model.path} "
             "(max_position_embeddings); lower one of them"
         )
+    wrong = [i for i in config.rollout.stop_token_ids if i >= hf_config.vocab_size]
+    if wrong:
+        raise ConfigError(
+            f"rollout.stop_token_ids={list(config.rollout.stop_token_ids)}: {wrong[0]} is none of the "
+            f"{hf_config.vocab_size} tokens of {model.path}, so it never ends a reply; drop it"
+        )
     check_attention(hf_config, config.actor.engine.fsdp.ulysses_size)
     if "megatron" in {spec.engine.name for spec in role_specs(config).values() if spec.engine is not None}:
         megatron()
@@ -97,10 +105,11 @@ def check_rollout_engine(config: Config, model: Model) -> None:
     For ranks that sample only: it imports the engine, which takes seconds.
     """
     if config.rollout.name == "vllm":
-        from spmd_rl.rollout.vllm_versions import check_installed
+        from spmd_rl.rollout.vllm_versions import check_arguments, check_installed
 
         kind = model.hf_config.model_type
         check_installed(model.hf_config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind)])
+        check_arguments(config.rollout.engine_kwargs)
 
 
 def _eos(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> list[int]:
@@ -265,9 +274,11 @@ def make_rollout_engine(config: Config, model: Model, runtime: Runtime) -> Rollo
 
 def _vllm(config: Config, model: Model, runtime: Runtime, lm: PreTrainedModel) -> RolloutEngine:
     from spmd_rl.rollout.vllm import VllmRollout
-    from spmd_rl.rollout.vllm_versions import Settings
+    from spmd_rl.rollout.vllm_versions import Settings, forget_names
 
     rollout, data = config.rollout, config.data
+    if runtime.device.type == "cpu" and runtime.plan.shape is not None:
+        demand(cpu_mistakes(config, runtime.plan.shape))
     shared = any(role != "rollout" and runtime.plays(role) for role in runtime.plan.roles)
     sleep_level = rollout.sleep_level if shared else 0
     with TemporaryDirectory(prefix="spmd-rl-") as made:
@@ -288,10 +299,13 @@ def _vllm(config: Config, model: Model, runtime: Runtime, lm: PreTrainedModel) -
             device=runtime.device,
             trust_remote_code=config.model.trust_remote_code,
             name=_agreed_name(runtime),
+            sockets=Path(made),
             more=rollout.engine_kwargs,
         )
         with as_pool(runtime.pool_rank, runtime.pool.size, runtime.device.index or 0):
             engine = VllmRollout(settings, specs_of(lm), model.eos_token_ids, sleep_level)
+        dist.barrier(group=runtime.control)  # all have opened what another one made, so that its name may go
+        forget_names(settings)
     on_stop(engine.close)
     return engine
 

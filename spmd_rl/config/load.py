@@ -225,6 +225,9 @@ def _rewrite(text: str, override: Override, known: dict[str, list[str]], problem
             hint = f"did you mean {near[0]}? " if near else ""
             problems.append(f"{key}={choice} is not a preset; {hint}There are: {', '.join(known[key])}")
             return []
+    found, spelled = find(key), text.partition("=")[2]
+    if found is not None and found.kind == "Any" and "_" in spelled and isinstance(override.value(), int | float):
+        return [f"++{key}='{spelled}'"]  # a band 0.5_5 is not the number 0.55
     return [text if override.is_delete() else "++" + text.lstrip("+")]
 
 

@@ -6,9 +6,10 @@ one replica ("external launcher"): all of them make the same calls in the same o
 
 import os
 import random
+import traceback
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ import torch
 from torch import Tensor, nn
 
 from spmd_rl.config import ConfigError
+from spmd_rl.config.fields import nearest
 from spmd_rl.rollout.keyed import KeyedDraws
 from spmd_rl.rollout.sampling import SamplingParams
+from spmd_rl.topology.vllm_memory import CPU_KV_CACHE
 
 OLDEST, NEWEST = (0, 25), (0, 32)
 """Minor versions that were run."""
@@ -65,6 +68,32 @@ def check_installed(architectures: Sequence[str]) -> None:
         )
 
 
+def check_arguments(more: Mapping[str, Any]) -> None:
+    """Raise ConfigError for `rollout.engine_kwargs` that vLLM does not know."""
+    _set_environment()
+    from vllm.engine.arg_utils import EngineArgs
+
+    known = [field.name for field in fields(EngineArgs)]
+    for name in more:
+        if name not in known:
+            near = ", ".join(nearest(name, known, 3))
+            hint = f"; did you mean {near}?" if near else "; drop it"
+            raise ConfigError(f"rollout.engine_kwargs.{name}: vLLM {installed_version()} has no such argument{hint}")
+
+
+@contextmanager
+def refusals() -> Iterator[None]:
+    """What vLLM says of settings that it does not take, as a ConfigError with the place that says so."""
+    try:
+        yield
+    except ValueError as error:
+        place = traceback.extract_tb(error.__traceback__)[-1]
+        raise ConfigError(
+            f"rollout.name=vllm: vLLM refuses to start ({Path(place.filename).name}:{place.lineno}): {error}\n"
+            "its arguments are rollout.* and rollout.engine_kwargs"
+        ) from error
+
+
 def _set_environment() -> None:
     """What vLLM reads from the environment when it is imported."""
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
@@ -108,6 +137,8 @@ class Settings:
     trust_remote_code: bool
     name: str
     """Of this engine: the same on its pool's ranks, and no other engine's on the host (it names shared memory)."""
+    sockets: Path
+    """A folder of this rank's for them; it may go when all ranks have started."""
     packed: bool = False
     """CPU only: let vLLM pack the weights of linear layers for oneDNN; then they cannot be written in place."""
     more: Mapping[str, Any] | None = None
@@ -126,6 +157,7 @@ class Vllm:
         if settings.device.type == "cpu":
             _keep_plain_weights(settings.packed)
         _tell_apart(settings.name)
+        os.environ["VLLM_RPC_BASE_PATH"] = str(settings.sockets)
         arguments: dict[str, Any] = {
             "model": str(settings.folder),
             "runner": "generate",
@@ -145,8 +177,8 @@ class Vllm:
             "seed": settings.seed,
         }
         if settings.device.type == "cpu":
-            arguments["kv_cache_memory_bytes"] = 1 << 28
-        with own_random_state():
+            arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE
+        with own_random_state(), refusals():
             wanted = EngineArgs(**{**arguments, **(settings.more or {})})
             # `LLM` itself wants a tokenizer; its batch sizes are those of its usage
             self.engine = LLMEngine.from_engine_args(wanted, usage_context=UsageContext.LLM_CLASS)
@@ -265,6 +297,13 @@ def _tell_apart(name: str) -> None:
         return f"env://:{name}", rank, local_rank
 
     External._distributed_args = arguments
+
+
+def forget_names(settings: Settings) -> None:
+    """Take the names of the engine's shared memory away, when all its ranks have opened it: so that it goes with them,
+    however they end. vLLM's CPU workers would leave it even at a clean end."""
+    for place in Path("/dev/shm").glob(f"{settings.name}-*"):
+        place.unlink(missing_ok=True)  # each rank of the host tries
 
 
 def _take_over_sampling(runner: Any) -> "KeyedSampler":

@@ -2,6 +2,7 @@
 
 from spmd_rl.config import Config
 from spmd_rl.config.roles import EngineConfig, MegatronConfig, OptimConfig
+from spmd_rl.topology.engine_kwargs import engine_kwargs_mistakes
 from spmd_rl.topology.fold import divisors, one_of
 from spmd_rl.topology.phases import row_tokens
 from spmd_rl.topology.roles import RoleSpec, config_path, role_specs
@@ -42,7 +43,7 @@ def engine_mistakes(config: Config, spec: RoleSpec) -> list[str]:
 
 
 def _mini_batch_mistakes(config: Config) -> list[str]:
-    batch, mistakes = config.data.train_batch_size, []
+    batch, mistakes = config.data.train_batch_size, _loss_mistakes(config)
     sizes = {"actor.ppo_mini_batch_size": config.actor.ppo_mini_batch_size}
     if config.critic.ppo_mini_batch_size is not None and config.algorithm.adv_estimator == "gae":
         sizes["critic.ppo_mini_batch_size"] = config.critic.ppo_mini_batch_size
@@ -55,6 +56,14 @@ def _mini_batch_mistakes(config: Config) -> list[str]:
                 f"{batch % mini} prompts; use {one_of(divisors(batch))}"
             )
     return mistakes
+
+
+def _loss_mistakes(config: Config) -> list[str]:
+    """A divisor that would turn the loss around."""
+    factor = config.actor.loss_scale_factor
+    if factor is None or factor > 0:
+        return []
+    return [f"actor.loss_scale_factor={factor:g} must be above 0: the loss is divided by it"]
 
 
 def _group_mistakes(config: Config) -> list[str]:
@@ -96,7 +105,7 @@ def schedule_warnings(config: Config) -> list[str]:
 
 
 def _rollout_mistakes(config: Config) -> list[str]:
-    r, mistakes = config.rollout, []
+    r, mistakes = config.rollout, engine_kwargs_mistakes(config)
     if r.name == "transformers":
         for axis, size in (("infer_tp", r.infer_tp), ("infer_pp", r.infer_pp)):
             if size > 1:

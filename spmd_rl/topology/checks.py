@@ -22,7 +22,7 @@ from spmd_rl.topology.model_checks import length_mistakes, model_mistakes
 from spmd_rl.topology.pools import GLOBAL, place_pools
 from spmd_rl.topology.roles import RoleSpec, config_path, role_specs
 from spmd_rl.topology.shape import ModelShape
-from spmd_rl.topology.vllm_memory import VllmMemory, vllm_mistakes
+from spmd_rl.topology.vllm_memory import VllmMemory, cpu_mistakes, vllm_mistakes
 
 INSIDE_A_NODE = ("tp", "etp", "infer_tp")
 """Axes whose traffic is too dense for the network between hosts."""
@@ -87,9 +87,11 @@ def memory_mistakes(config: Config, estimate: list[PhaseMemory]) -> list[str]:
 def rollout_memory_mistakes(
     config: Config, roles: dict[str, RoleLayout], estimate: list[PhaseMemory], shape: ModelShape
 ) -> list[str]:
-    """A vLLM engine whose share of the card leaves its KV cache too little; not on the CPU."""
-    if config.trainer.device == "cpu" or config.rollout.name != "vllm" or "rollout" not in roles:
+    """A vLLM engine whose share of the card leaves its KV cache too little, or that a CPU does not have."""
+    if config.rollout.name != "vllm" or "rollout" not in roles:
         return []
+    if config.trainer.device == "cpu":
+        return cpu_mistakes(config, shape) or vllm_mistakes(VllmMemory.of(config, roles["rollout"], shape), 0)
     (generate,) = (found for found in estimate if found.phase == "generate")
     others = sum(size for what, size in generate.items.items() if not what.startswith("rollout: "))
     return vllm_mistakes(VllmMemory.of(config, roles["rollout"], shape), card_bytes(config) - others)

@@ -8,6 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 
@@ -135,7 +136,13 @@ def gpu_counts(config: Config) -> list[int]:
     if gpus is None or isinstance(gpus, int):
         nodes = config.cluster.nodes or 1
         return [1 if gpus is None else gpus] * nodes
-    return [int(g) for g in gpus]
+    return list(gpus)
+
+
+def is_counts(value: Any) -> bool:
+    """Whether it is a whole number or a list of whole numbers."""
+    items = value if isinstance(value, list | tuple) else [value]
+    return all(isinstance(item, int) and not isinstance(item, bool) for item in items)
 
 
 def cluster_mistakes(config: Config) -> list[str]:
@@ -146,7 +153,7 @@ def cluster_mistakes(config: Config) -> list[str]:
     if c.ranks_per_gpu < 1:
         return [f"cluster.ranks_per_gpu={c.ranks_per_gpu} must be at least 1"]
     gpus = c.gpus_per_node
-    if isinstance(gpus, str | float | bool):
+    if gpus is not None and not is_counts(gpus):
         return [f"cluster.gpus_per_node={gpus} must be a whole number, or a list with one a host such as [8,4]"]
     counts = gpu_counts(config)
     if not counts or min(counts) < 1:

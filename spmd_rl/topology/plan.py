@@ -64,7 +64,7 @@ class Plan:
         if self.shape is not None:
             return self
         try:
-            shape = ModelShape.from_hf(hf_config)
+            shape = ModelShape.from_hf(hf_config, self.config.model.path.rstrip("/").rpartition("/")[2])
         except ConfigError:  # not a decoder: it may run, unplanned
             return self
         demand(check(self.config, self.cluster, shape))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from spmd_rl.config import Config, PoolConfig
-from spmd_rl.topology.cluster import Cluster, Pool
+from spmd_rl.topology.cluster import Cluster, Pool, is_counts
 
 GLOBAL = "global"
 PLACEMENTS = ("pack", "spread")
@@ -55,14 +55,14 @@ def place_pools(config: Config, cluster: Cluster) -> tuple[dict[str, Pool], list
 def requested_counts(pool: PoolConfig) -> list[int]:
     """Ranks that the pool asks for on each of its hosts."""
     wanted = pool.n_gpus_per_node
-    return [wanted] * pool.nnodes if isinstance(wanted, int) else [int(n) for n in wanted]
+    return [wanted] * pool.nnodes if isinstance(wanted, int) else list(wanted)
 
 
 def _pool_mistakes(name: str, pool: PoolConfig) -> list[str]:
     prefix = f"pools.{name}"
     if pool.nnodes < 1:
         return [f"{prefix}.nnodes={pool.nnodes} must be at least 1"]
-    if isinstance(pool.n_gpus_per_node, str | float | bool) or pool.n_gpus_per_node is None:
+    if not is_counts(pool.n_gpus_per_node):
         return [f"{prefix}.n_gpus_per_node={pool.n_gpus_per_node} must be a whole number, or a list with one a host"]
     mistakes, counts = [], requested_counts(pool)
     if not counts or min(counts) < 1:

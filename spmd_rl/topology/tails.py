@@ -51,6 +51,11 @@ def tail_mistakes(config: Config) -> list[str]:
             f"rollout.truncated={r.truncated} leaves nothing to train on: with rollout.ignore_eos=true every reply is "
             "truncated"
         )
+    if in_rounds(r) and config.algorithm.adv_estimator == "remax":  # of your own: found when it is loaded
+        mistakes.append(
+            "algorithm.adv_estimator=remax needs a greedy reply beside each sampled one; with "
+            f"rollout.{_first_of(r)} it is not supported: switch one of them off"
+        )
     if in_rounds(r) and filtering:
         mistakes.append(
             f"algorithm.filter_groups.enable=true samples whole replies until enough groups have a signal; with "

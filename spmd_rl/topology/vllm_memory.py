@@ -26,6 +26,11 @@ BLOCK = 16
 """Tokens of a KV block, vLLM's default."""
 GRAPHS = GIB
 """CUDA graphs and their pool: an allowance, not a calculation; 0 with enforce_eager."""
+CPU_KV_CACHE = 1 << 28
+"""Bytes of the KV cache on a CPU, unless engine_kwargs.kv_cache_memory_bytes says otherwise."""
+CPU_BLOCK = 128
+CPU_HEADS = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
+"""Sizes of an attention head that the CPU build has a kernel for."""
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2, "fastest": 2}
 
 
@@ -49,7 +54,7 @@ class VllmMemory:
     kv_e: int = 2
     eager: bool = False
     fixed_kv: int | None = None
-    """engine_kwargs.kv_cache_memory_bytes."""
+    """engine_kwargs.kv_cache_memory_bytes; on a CPU always."""
 
     @classmethod
     def of(cls, config: Config, layout: RoleLayout, shape: ModelShape) -> "VllmMemory":
@@ -57,25 +62,25 @@ class VllmMemory:
         rollout, kwargs = config.rollout, config.rollout.engine_kwargs
         card = hardware(config).memory
         large = card >= 70 * GIB and "a100" not in config.cluster.gpu  # vLLM's own defaults
-        e = DTYPE_BYTES[rollout.dtype]
+        cpu = config.trainer.device == "cpu"
+        e = DTYPE_BYTES["float32" if cpu and rollout.dtype == "auto" else rollout.dtype]
         seqs = _number(kwargs, "max_num_seqs", 1024 if large else 256)
-        utilization = kwargs.get("gpu_memory_utilization", rollout.gpu_memory_utilization)
         return cls(
             shape,
             tp=layout.mesh.axis_size("infer_tp"),
             pp=layout.mesh.axis_size("infer_pp"),
             e=e,
-            share=int(utilization * card / config.cluster.ranks_per_gpu),
+            share=int(rollout.gpu_memory_utilization * card / config.cluster.ranks_per_gpu),
             row=row_tokens(config),
             rows=-(-in_flight(config) // layout.dp_size) * samples_a_prompt(config),
             batched_tokens=min(
                 _number(kwargs, "max_num_batched_tokens", 16384 if large else 8192), seqs * row_tokens(config)
             ),
             max_seqs=seqs,
-            block=_number(kwargs, "block_size", BLOCK),
+            block=_number(kwargs, "block_size", CPU_BLOCK if cpu else BLOCK),
             kv_e=1 if str(kwargs.get("kv_cache_dtype", "auto")).startswith("fp8") else e,
             eager=rollout.enforce_eager,
-            fixed_kv=kwargs.get("kv_cache_memory_bytes"),
+            fixed_kv=kwargs.get("kv_cache_memory_bytes") or (CPU_KV_CACHE if cpu else None),
         )
 
     @cached_property
@@ -205,6 +210,20 @@ def sleep_level(config: Config, roles: Mapping[str, RoleLayout]) -> int:
     return 0 if alone else config.rollout.sleep_level
 
 
+def cpu_mistakes(config: Config, shape: ModelShape) -> list[str]:
+    """What vLLM's CPU build cannot do."""
+    rollout, mistakes = config.rollout, []
+    if shape.head_dim not in CPU_HEADS:
+        sizes = ", ".join(map(str, CPU_HEADS))
+        mistakes.append(
+            f"rollout.name=vllm on a CPU has attention heads of {sizes}, but {shape.name}'s are of {shape.head_dim}; "
+            "set rollout=transformers"
+        )
+    if rollout.infer_pp > 1:
+        mistakes.append(f"rollout.infer_pp={rollout.infer_pp}: vLLM on a CPU has no pipeline stages; use infer_pp=1")
+    return mistakes
+
+
 def vllm_mistakes(m: VllmMemory, room: int) -> list[str]:
     """A KV cache that cannot hold one row at full length. `room`: bytes that the card can give the engine at most."""
     need = m.row_blocks * m.token
@@ -255,5 +274,6 @@ def gib(size: int) -> str:
 
 
 def _number(kwargs: Mapping[str, Any], name: str, default: int) -> int:
-    value = kwargs.get(name)
-    return default if value is None else int(value)
+    """A whole number: the plan has looked at it before (`engine_kwargs_mistakes`)."""
+    value: int | None = kwargs.get(name)
+    return default if value is None else value

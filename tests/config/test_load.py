@@ -83,11 +83,19 @@ def test_algorithm_presets_name_functions_that_exist(name: str) -> None:
 
 
 def test_free_keys_need_no_plus() -> None:
-    config = compose(["reward.kwargs.tolerance=0.5", "rollout.engine_kwargs={seed: 1}", "pools.reward.nnodes=2"])
+    config = compose(["reward.kwargs.tolerance=0.5", "rollout.engine_kwargs={block_size: 64}", "pools.reward.nnodes=2"])
     assert config.reward.kwargs == {"tolerance": 0.5}
-    assert config.rollout.engine_kwargs == {"seed": 1}
+    assert config.rollout.engine_kwargs == {"block_size": 64}
     assert config.pools["reward"].nnodes == 2
     assert config.pools["reward"].placement == "pack"
+
+
+@pytest.mark.parametrize("band", ["0.5_5", "0.5_2.0", "2_000"])
+def test_a_band_is_no_number(band: str) -> None:
+    """YAML and Hydra read 0.5_5 as 0.55."""
+    correction = compose([f"algorithm.rollout_correction.rollout_is_threshold={band}"]).algorithm.rollout_correction
+    assert correction.rollout_is_threshold == band
+    assert compose(["data.train.size=1_000"]).data.train.size == 1000
 
 
 def test_files_with_functions_are_plain_values() -> None:

@@ -12,7 +12,7 @@ from spmd_rl.config import ConfigError
 from spmd_rl.models import tiny
 from spmd_rl.rollout import vllm_versions
 from tests.rollout.vllm_ranks import PARAMS, before_and_after, steps_of
-from tests.world import Worlds
+from tests.world import RankError, Worlds
 
 pytestmark = [
     pytest.mark.vllm,
@@ -102,6 +102,27 @@ def test_tokens_are_those_of_our_own_decode_loop(found: Any, case: str) -> None:
             for name in PARAMS:
                 assert rank[moment][name] == rank[moment][f"own {name}"], f"{name}, {moment} the updates"
         assert rank["before"]["plain"] != rank["after"]["plain"], "the updates changed nothing"
+
+
+def test_nothing_is_left_to_those_who_come_after(found: Any) -> None:
+    """No name of shared memory and no socket, while the engine still runs: so nothing, however it ends."""
+    for rank in found("fsdp 2 to infer_tp 2"):
+        assert rank["shared"]
+        assert all(line.endswith("(deleted)") for line in rank["shared"])
+        assert not rank["sockets"]
+
+
+def test_arguments_that_vllm_does_not_know() -> None:
+    vllm_versions.check_arguments({"max_num_seqs": 4})
+    with pytest.raises(ConfigError, match=r"max_num_seq: vLLM .* has no such argument; did you mean max_"):
+        vllm_versions.check_arguments({"max_num_seq": 4})
+
+
+def test_what_vllm_refuses_is_said_in_its_words(folders: dict[str, str], ranks: Worlds, tmp_path: Path) -> None:
+    few = "rollout.engine_kwargs={max_num_batched_tokens: 1, enable_chunked_prefill: false}"
+    settings = [few, f"trainer.output_dir={tmp_path}"]
+    with pytest.raises(RankError, match=r"ConfigError: rollout\.name=vllm: vLLM refuses to start \("):
+        ranks[1].run(before_and_after, folders["llama"], settings, False)
 
 
 @pytest.mark.parametrize("case", CASES)

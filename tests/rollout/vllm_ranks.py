@@ -1,7 +1,9 @@
 """What the tests of vLLM do on each rank: a tiny run, whose replies are looked at before and after updates."""
 
+import os
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -80,7 +82,9 @@ def before_and_after(folder: str, overrides: Sequence[str], packed: bool) -> dic
         first = look(trainer, folder)
         steps = steps_taken(trainer)
         in_place = trainer.roles.rollout.engine.held is not None
-        return {"before": first, "after": look(trainer, folder), "steps": steps, "in place": in_place}
+        shared = [line for line in Path("/proc/self/maps").read_text().splitlines() if "cpushm" in line]
+        found = {"before": first, "after": look(trainer, folder), "steps": steps, "in place": in_place}
+        return found | {"shared": shared, "sockets": Path(os.environ["VLLM_RPC_BASE_PATH"]).exists()}
 
     fixed = [f"model.path={folder}", "rollout=vllm", "data.max_response_length=24"]
     kept = vllm_versions.Settings

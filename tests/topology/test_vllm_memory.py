@@ -2,6 +2,8 @@
 
 import importlib.util
 import os
+import tempfile
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -180,6 +182,7 @@ def started(tp: int) -> dict[str, Any]:
             device=torch.device("cpu"),
             trust_remote_code=False,
             name=f"memory test {os.getppid()}",
+            sockets=Path(tempfile.gettempdir()),
         )
         vllm = Vllm(settings)
         try:
