@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from spmd_rl.algorithms.correction import is_band, rejection_bands
 from spmd_rl.algorithms.registry import resolve as resolve_function
 from spmd_rl.assemble.model import (
     Model,
@@ -90,6 +91,12 @@ def load_inputs(config: Config, plan: Plan, job_rank: int) -> Inputs:
         validation = Prompts.build(config.data, config.data.val, model.tokenizer, train_rows=train.rows)
     order: PromptOrder[Prompt]
     order, total = make_order(config, train)
+    warmup = config.critic.warmup_steps if "critic" in plan.roles else 0
+    if 0 < total <= warmup:
+        raise ConfigError(
+            f"critic.warmup_steps={warmup} >= {total} steps of the run: the actor would never be trained; lower it, or "
+            "raise trainer.total_training_steps"
+        )
     check_teacher(config, model)
     scorer = make_scorer(config, plan, job_rank, train, validation)
     return Inputs(model, order, validation, scorer, _questions(config), total)
@@ -104,6 +111,13 @@ def check_choices(config: Config) -> None:
         )
     configured_loss(config)
     own_roles(config)
+    correction = config.algorithm.rollout_correction
+    try:
+        is_band(correction.rollout_is_threshold)
+        if correction.rollout_rs:
+            rejection_bands(correction.rollout_rs, correction.rollout_rs_threshold)
+    except ValueError as error:
+        raise ConfigError(f"algorithm.rollout_correction.{error}") from error
 
 
 def make_scorer(config: Config, plan: Plan, job_rank: int, *prompts: Prompts | None) -> Scorer:
