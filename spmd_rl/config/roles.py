@@ -257,7 +257,7 @@ class RolloutConfig:
     val_top_p: float = 1.0
     """Nucleus mass in validation."""
     engine_kwargs: dict[str, Any] = field(default_factory=dict)
-    """vllm: further arguments of its EngineArgs; those that have a key here, or belong to how it is run, are refused."""
+    """vllm: further arguments of its EngineArgs; those that have a key here or say how it is run are refused."""
 
 
 @dataclass
