@@ -13,6 +13,7 @@ from spmd_rl.assemble.model import check_rollout_engine, load_model_facts
 from spmd_rl.assemble.rl import make_scorer
 from spmd_rl.assemble.sampler import open_rollout, read_prompts, wanted_checkpoint
 from spmd_rl.config import Config
+from spmd_rl.config.folders import writing
 from spmd_rl.ranked import on_every_rank, plan_of
 from spmd_rl.roles.reward import Reward
 from spmd_rl.runtime.bootstrap import start, stop
@@ -34,6 +35,9 @@ def evaluate(config: Config, env: LaunchEnvironment) -> None:
     check_rollout_engine(config, model)
     checkpoint = wanted_checkpoint(config, model)
     prompts = read_prompts(config, model, "val")
+    folder = Path(config.trainer.output_dir) / "eval"
+    with writing("trainer.output_dir", folder):
+        pass  # before hours go into what cannot be kept; each rank finds it
     scorer = make_scorer(config, plan, env.rank, prompts)
     try:
         runtime = start(config, plan, env)
@@ -43,7 +47,7 @@ def evaluate(config: Config, env: LaunchEnvironment) -> None:
         )
         if runtime.is_first:
             print(f"{checkpoint or config.model.path}: {len(prompts)} prompts")
-            write(Path(config.trainer.output_dir) / "eval", metrics, samples)
+            write(folder, metrics, samples)
     finally:
         scorer.close()
         stop()
@@ -51,7 +55,6 @@ def evaluate(config: Config, env: LaunchEnvironment) -> None:
 
 def write(folder: Path, metrics: Mapping[str, float], samples: Sequence[Mapping[str, Any]]) -> None:
     """metrics.json and samples.jsonl, and the metrics on the terminal."""
-    folder.mkdir(parents=True, exist_ok=True)
     (folder / "metrics.json").write_text(json.dumps(metrics, indent=1) + "\n")
     lines = (json.dumps(row, ensure_ascii=False, default=str) for row in samples)
     (folder / "samples.jsonl").write_text("".join(line + "\n" for line in lines), encoding="utf-8")

@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from spmd_rl.assemble.model import check_rollout_engine, load_model_facts
 from spmd_rl.assemble.sampler import open_rollout, read_prompts, wanted_checkpoint
 from spmd_rl.config import Config, ConfigError
+from spmd_rl.config.folders import writing
 from spmd_rl.config.load import take_option
 from spmd_rl.data.batch import Batch
 from spmd_rl.data.prompts import Prompt
@@ -48,6 +49,8 @@ def generate(config: Config, env: LaunchEnvironment, source: str | None = None, 
     prompts = read_prompts(config, model, source)
     every = [prompts.at(i) for i in range(len(prompts))]
     file = Path(output) if output else Path(config.trainer.output_dir) / "replies.jsonl"
+    with writing("--output" if output else "trainer.output_dir", file.parent):
+        pass  # before hours go into what cannot be kept; each rank finds it
     try:
         runtime = start(config, plan, env)
         rollout = open_rollout(config, model, runtime, checkpoint)
@@ -56,7 +59,6 @@ def generate(config: Config, env: LaunchEnvironment, source: str | None = None, 
         for at in range(0, len(every), size):
             rows += sample(every[at : at + size], rollout, model.tokenizer, config, runtime)
         if runtime.is_first:
-            file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text("".join(json.dumps(r, ensure_ascii=False, default=str) + "\n" for r in rows), "utf-8")
             print(f"{checkpoint or config.model.path}: {len(rows)} replies to {len(every)} prompts -> {file}")
     finally:

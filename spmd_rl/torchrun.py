@@ -54,6 +54,7 @@ def main(argv: list[str] | None = None) -> int:
             raise
         finally:
             tempfile.tempdir = None
+            gc.unfreeze()  # extension modules complain at the end of what is never let go
     return 0
 
 

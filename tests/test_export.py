@@ -71,6 +71,8 @@ def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a committed checkpoint"):
         find_checkpoint(tmp_path)
     saved_run(tmp_path, ModelConfig(path="tiny-digits"), steps=(1,))
+    with pytest.raises(ConfigError, match=r"folder=.*config\.yaml cannot be written to \("):
+        main([str(tmp_path), str(tmp_path / "config.yaml" / "out")])
     save_config(Config(model=ModelConfig(path="tiny-moe")), tmp_path / "config.yaml")
     with pytest.raises(ConfigError, match="saved from another model"):
         main([str(tmp_path), str(tmp_path / "out")])

@@ -70,6 +70,9 @@ def test_eval_writes_metrics_and_samples(worlds: Worlds, run: Path, tmp_path: Pa
 def test_mistakes_end_with_status_two(worlds: Worlds, run: Path, tmp_path: Path) -> None:
     assert worlds[2].run(generate.main, [*TINY, "--data=test"]) == [2, 2]
     assert worlds[2].run(evaluate.main, [*TINY, f"trainer.resume={tmp_path}"]) == [2, 2]
+    (tmp_path / "file").write_text("")
+    assert worlds[2].run(generate.main, [*TINY, f"--output={tmp_path / 'file' / 'replies.jsonl'}"]) == [2, 2]
+    assert worlds[2].run(evaluate.main, [*TINY, f"trainer.output_dir={tmp_path / 'file'}"]) == [2, 2]
     other = [*TINY, "model.path=tiny-moe", f"trainer.resume={run}"]
     assert worlds[1].run(evaluate.main, other) == [2]
 

@@ -16,6 +16,7 @@ from transformers import GenerationConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from spmd_rl.config import ConfigError
+from spmd_rl.config.folders import writing
 from spmd_rl.models.names import expert_parts, fused_experts
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -125,7 +126,8 @@ def save_folder(
         raise ConfigError(f"{folder}: exists and is not empty; choose another folder")
     partial = folder.with_name(f".{folder.name}.partial-{os.getpid()}")
     shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
+    with writing("the model's folder", folder.parent):
+        partial.mkdir()
     try:
         kept = _write_shards(partial, tensors, dtype, max_shard_bytes)
         config = copy.deepcopy(hf_config)

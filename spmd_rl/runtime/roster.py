@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from spmd_rl.config import Config, ConfigError
+from spmd_rl.config.folders import writing
 from spmd_rl.runtime.environment import LaunchEnvironment, meeting_point
 from spmd_rl.runtime.process_groups import job_store
 from spmd_rl.topology.cluster import Node, address_key
@@ -179,12 +180,6 @@ def read_roster(folder: Path) -> dict[str, Any] | None:
 def save_roster(folder: Path, seats: Sequence[str], start: int) -> None:
     """Replace roster.json at once. It is the first that a run writes: ConfigError when it cannot."""
     fresh = folder / f".roster.json.{os.getpid()}"
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
+    with writing("trainer.output_dir", folder):
         fresh.write_text(json.dumps({"start": start, "seats": list(seats)}, indent=1) + "\n", encoding="utf-8")
         os.replace(fresh, folder / "roster.json")
-    except OSError as error:
-        raise ConfigError(
-            f"trainer.output_dir={folder} cannot be written to ({error.strerror}: {error.filename}); make room there, "
-            "or choose another folder"
-        ) from error

@@ -2,6 +2,7 @@
 
 from spmd_rl.config import Config
 from spmd_rl.config.roles import EngineConfig, MegatronConfig, OptimConfig
+from spmd_rl.config.run import RolloutCorrectionConfig
 from spmd_rl.topology.engine_kwargs import engine_kwargs_mistakes
 from spmd_rl.topology.fold import divisors, one_of
 from spmd_rl.topology.phases import row_tokens
@@ -83,11 +84,28 @@ def batch_warnings(config: Config) -> list[str]:
     n, estimator = config.rollout.n, config.algorithm.adv_estimator
     if config.trainer.mode == "sft":
         return []
-    warnings = tail_warnings(config)
+    warnings = tail_warnings(config) + _truncation_warnings(config)
     if n == 1 and estimator in GROUP_ESTIMATORS:
         compares = f"algorithm.adv_estimator={estimator} compares the samples of a prompt with each other"
         warnings.append(f"{compares}, but rollout.n=1: there is no signal from the group; use n of 2 and more")
     return warnings
+
+
+def _truncation_warnings(config: Config) -> list[str]:
+    """The sampler's log-probs are of what it keeps of the vocabulary, the actor's of all of it."""
+    r, c = config.rollout, config.algorithm.rollout_correction.under(config.trainer.schedule, config.rollout.partial)
+    bypasses = c.bypass_mode or config.actor.policy_loss.loss_mode == "bypass_mode"
+    reader = "bypass_mode" if bypasses else next((f"{k}={v}" for k, v in _rules(c).items() if v), None)
+    cut = f"top_p={r.top_p:g}" if r.top_p < 1 else f"top_k={r.top_k}" if r.top_k > 0 else None
+    if reader is None or cut is None:
+        return []
+    part = f"rollout.{cut} draws from a part of the vocabulary, and algorithm.rollout_correction ({reader}) compares"
+    off = "the log-probs there with the actor's of all of it: ratios are off even where the policies are equal"
+    return [f"{part} {off}; set rollout.top_p=1 and top_k=-1"]
+
+
+def _rules(c: RolloutCorrectionConfig) -> dict[str, str | None]:
+    return {"rollout_is": c.rollout_is, "rollout_rs": c.rollout_rs}
 
 
 def schedule_warnings(config: Config) -> list[str]:

@@ -82,3 +82,19 @@ def test_a_group_of_one_is_a_warning_not_an_error(estimator: str, capsys: pytest
     assert "no signal" in warning
     assert main(["model=qwen3-0.6b", "cluster.gpus_per_node=8", *overrides]) == 0
     assert f"warning: {warning}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("overrides", "cut", "reader"),
+    [
+        (["rollout.top_p=0.5", "algorithm.rollout_correction.bypass_mode=true"], "top_p=0.5", "bypass_mode"),
+        (["rollout.top_k=5", "algorithm.rollout_correction.rollout_is=token"], "top_k=5", "rollout_is=token"),
+        (["rollout.top_p=0.5"], "", ""),
+        (["algorithm.rollout_correction.rollout_is=token"], "", ""),
+    ],
+)
+def test_a_cut_vocabulary_under_a_correction_is_a_warning(overrides: list[str], cut: str, reader: str) -> None:
+    config = configured(*overrides)
+    warnings = Plan.from_config(config, Cluster.from_config(config)).warnings
+    assert [w.split(" draws")[0] for w in warnings] == ([f"rollout.{cut}"] if cut else [])
+    assert all(f"rollout_correction ({reader}) compares" in warning for warning in warnings)
