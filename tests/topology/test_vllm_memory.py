@@ -163,7 +163,7 @@ def test_without_room_nothing_comes_early_and_nothing_stays_for_the_sync() -> No
 
 def started(tp: int) -> dict[str, Any]:
     """Bytes of a real engine's parameters on this rank, and of a token in its KV cache."""
-    from spmd_rl.rollout.vllm_versions import Settings, Vllm
+    from spmd_rl.rollout.vllm_versions import Settings, Vllm, forget_names
     from spmd_rl.runtime.environment import as_pool
     from tests.runtime.ranks import runtime
 
@@ -195,6 +195,7 @@ def started(tp: int) -> dict[str, Any]:
             }
         finally:
             vllm.close()
+            forget_names(settings)
 
 
 @pytest.mark.vllm
