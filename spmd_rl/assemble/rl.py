@@ -136,8 +136,7 @@ def make_scorer(config: Config, plan: Plan, job_rank: int, *prompts: Prompts | N
 
 def build_roles(config: Config, inputs: Inputs, runtime: Runtime) -> Roles:
     """Every role of the plan on its pool, `Remote` elsewhere; in the end the user's own ones take their places."""
-    plan, specs = runtime.plan.with_shape(inputs.model.hf_config.to_dict()), role_specs(config)
-    residency = Residency(early=plan.early, overlap=plan.overlaps)
+    residency, specs = Residency(early=runtime.plan.early, overlap=runtime.plan.overlaps), role_specs(config)
     models: dict[str, ModelRole | Remote] = {}
     for name, make_model in MODELS.items():
         engine_config = specs[name].engine if name in specs else None

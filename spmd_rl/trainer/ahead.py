@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmd_rl.config import ConfigError
+from spmd_rl.config import Config, ConfigError
 from spmd_rl.data.batch import Batch
 from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.runtime.messages import read, whole
 from spmd_rl.runtime.remote import Remote
 from spmd_rl.trainer.collect import Collected
+from spmd_rl.trainer.correction import bypasses, corrects
 
 Ahead = deque[Collected | Remote | None]
 """Oldest first; None: the data had run out by then."""
@@ -46,16 +47,26 @@ def load_rows(name: str, folder: Path, runtime: Runtime) -> Batch:
     return Batch.concat(parts)
 
 
-def check_group_size(state: Mapping[str, Any], n: int) -> None:
-    """ConfigError when a checkpoint holds begun replies, or steps not trained on, of another rollout.n: mini-batches
-    and groups of the next steps would be cut in the wrong places."""
+def check_in_flight(state: Mapping[str, Any], config: Config) -> None:
+    """ConfigError when a checkpoint holds begun replies, or steps not trained on, that this run would spoil: of another
+    rollout.n (groups and mini-batches would be cut in the wrong places), or with nothing to weigh their older policy.
+    """
     saved, groups, steps = state["carried"]["n"], len(state["carried"]["groups"]), len(state["ahead"])
-    if saved != n and (groups or steps):
-        of = f"of rollout.n={saved}"
-        what = f"{groups} groups {of} begun replies" if groups else f"{steps} steps {of} that are not trained on"
+    if not groups and not steps:
+        return
+    of = f"of rollout.n={saved}"
+    what = f"{groups} groups {of} begun replies" if groups else f"{steps} steps {of} that are not trained on"
+    if saved != config.rollout.n:
         raise ConfigError(
-            f"resume: the checkpoint carries {what}, now rollout.n={n}; put it back, or start anew with "
+            f"resume: the checkpoint carries {what}, now rollout.n={config.rollout.n}; put it back, or start anew with "
             "trainer.resume=never"
+        )
+    undecided = config.algorithm.rollout_correction.rollout_is == "auto"
+    if undecided and not corrects(config) and not bypasses(config):
+        now = f"trainer.schedule={config.trainer.schedule} with rollout.partial={str(config.rollout.partial).lower()}"
+        raise ConfigError(
+            f"resume: the checkpoint carries {what}, drawn under older weights, but {now} corrects nothing; set "
+            "algorithm.rollout_correction.rollout_is=token (or null, to train on them as on the actor's own)"
         )
 
 

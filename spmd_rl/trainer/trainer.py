@@ -36,7 +36,7 @@ from spmd_rl.runtime.exchange import gather
 from spmd_rl.runtime.remote import Remote, here, local, on
 from spmd_rl.topology.tails import in_rounds
 from spmd_rl.trainer.advantages import add_advantages, configured_estimator, token_level_rewards
-from spmd_rl.trainer.ahead import Ahead, check_group_size, load_ahead, saved_ahead
+from spmd_rl.trainer.ahead import Ahead, check_in_flight, load_ahead, saved_ahead
 from spmd_rl.trainer.checkpoint import Checkpointer
 from spmd_rl.trainer.collect import Collect, Collected, groups_with_signal, mask_truncated, one_round
 from spmd_rl.trainer.correction import add_correction, bypasses, corrects
@@ -319,7 +319,7 @@ class Trainer(Loop):
     def load_json(self, state: dict[str, Any], folder: Path) -> None:
         super().load_json(state, folder)
         self.kl_ctrl.value = state["kl_coef"]
-        check_group_size(state, self.config.rollout.n)
+        check_in_flight(state, self.config)
         self.ahead = load_ahead(state["ahead"], folder, self.runtime)
         self.produced = self.done + len(self.ahead)
         self.tails.load(state["carried"], folder)

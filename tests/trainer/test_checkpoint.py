@@ -11,8 +11,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from spmd_rl.config import ConfigError
+from spmd_rl.config.load import compose
 from spmd_rl.config.run import CheckpointConfig
-from spmd_rl.trainer.ahead import check_group_size
+from spmd_rl.trainer.ahead import check_in_flight
 from spmd_rl.trainer.checkpoint import (
     Checkpointer,
     check_fingerprint,
@@ -152,9 +153,24 @@ def test_a_small_file_on_a_full_disk_is_no_file(tmp_path: Path) -> None:
     assert "No space left on device" in problem
 
 
-def test_sampled_steps_of_another_group_size_are_refused() -> None:
-    state = {"ahead": [{}, {}], "carried": {"n": 4, "groups": []}}
-    check_group_size(state, 4)
-    check_group_size({"ahead": [], "carried": {"n": 4, "groups": []}}, 2)
+def test_what_is_in_flight_is_not_spoilt_by_another_config() -> None:
+    def resumed(*overrides: str, n: int = 4) -> None:
+        check_in_flight(state, compose(["experiment=tiny", f"rollout.n={n}", *overrides]))
+
+    off = ("trainer.schedule=one_step_off", "+pools.rollout.n_gpus_per_node=1", "rollout.pool=rollout")
+    state: dict[str, Any] = {"ahead": [{}, {}], "carried": {"n": 4, "groups": []}}
+    resumed(*off)
     with pytest.raises(ConfigError, match=r"carries 2 steps of rollout\.n=4 that are not trained on, now rollout\.n=2"):
-        check_group_size(state, 2)
+        resumed(*off, n=2)
+    with pytest.raises(
+        ConfigError, match=r"drawn under older weights, but trainer\.schedule=colocated .* corrects nothing"
+    ):
+        resumed()
+    for chosen in ("rollout_is=token", "rollout_is=null", "bypass_mode=true"):
+        resumed(f"algorithm.rollout_correction.{chosen}")
+    state = {"ahead": [], "carried": {"n": 4, "groups": [{}]}}
+    with pytest.raises(ConfigError, match=r"carries 1 groups of rollout\.n=4 begun replies, drawn under older weights"):
+        resumed()
+    resumed("rollout.partial=true", "rollout.max_new_tokens_per_step=2")
+    state = {"ahead": [], "carried": {"n": 4, "groups": []}}
+    resumed(n=2)
