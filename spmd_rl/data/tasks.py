@@ -23,8 +23,9 @@ class _Later(ModuleType):
 
 
 def _reasoning_gym() -> ModuleType:
-    if "reasoning_gym" in sys.modules:
-        return sys.modules["reasoning_gym"]
+    loaded = sys.modules.get("reasoning_gym")
+    if loaded is not None:
+        return loaded
     # one task of a hundred needs it, and it imports all of matplotlib: half of the time that the others would wait for
     later = sys.modules.setdefault("cellpylib", _Later("cellpylib"))
     try:

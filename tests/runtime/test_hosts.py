@@ -56,6 +56,12 @@ def host_of_rank(folder: Path) -> list[str]:
     return [report["host"] for report in status["ranks"]]
 
 
+def reported_step(folder: Path, rank: int) -> int:
+    """The step that the rank's last word is of, as rank 0 heard it; 0 before any."""
+    file = folder / "status.json"
+    return int(json.loads(file.read_text())["ranks"][rank]["step"]) if file.is_file() else 0
+
+
 def test_either_order_and_fifty_megabit(hosts: Hosts, tmp_path: Path) -> None:
     """The same ranks and, to the last bit, the same run: started in either order, over a fast and a slow network."""
     fast, slow = tmp_path / "fast", tmp_path / "slow"
@@ -73,7 +79,7 @@ def test_a_host_that_dies_and_comes_back(hosts: Hosts, tmp_path: Path) -> None:
     folder, whole = tmp_path / "run", tmp_path / "whole"
     words = ["trainer.total_training_steps=40", "trainer.checkpoint.keep=0"]
     running = [start(hosts, host, folder, *words) for host in range(2)]
-    wait_until(lambda: len(committed(folder)) >= 3, 200, folder)
+    wait_until(lambda: len(committed(folder)) >= 3 and reported_step(folder, 1) >= 1, 200, folder)
     hosts.kill(1)
     running[1].wait(20)
     died = time.monotonic()

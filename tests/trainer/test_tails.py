@@ -297,9 +297,7 @@ def test_carried_groups_are_not_lost_when_the_settings_go(worlds: Worlds, tmp_pa
     carried = json.loads((tmp_path / "checkpoints/step_000002/trainer.json").read_text())["carried"]["groups"]
     with pytest.raises(RankError, match=rf"carries \d+ groups of rollout.n={N} begun replies, now rollout.n=2"):
         worlds[1].run(run, [*CASES["over, partial"], *settings, "rollout.n=2"], 4)
-    with pytest.raises(
-        RankError, match=r"drawn under older weights, but .* corrects nothing"
-    ):
+    with pytest.raises(RankError, match=r"drawn under older weights, but .* corrects nothing"):
         worlds[1].run(run, settings, 4)
     (found,) = worlds[1].run(run, [*settings, "algorithm.rollout_correction.rollout_is=token"], 4)
     assert [uid for uid in found["steps"][0]["uid"][::N] if uid in [g["uid"] for g in carried]] == [
