@@ -40,7 +40,21 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "trainer.device": ("auto", "cpu", "cuda"),
     "observe.trackers": ("console", "jsonl", "tensorboard", "wandb", "mlflow", "trackio"),
 }
-"""Key pattern to allowed values (of a list: of each item). Advantages, losses and rewards have own registries."""
+"""Key pattern to allowed values (of a list: of each item). Rewards have a registry of their own."""
+
+NAMED: dict[str, tuple[str, ...]] = {
+    "algorithm.adv_estimator": (
+        "grpo", "grpo_vectorized", "grpo_passk", "grpo_multi_trajectory", "rloo", "rloo_vectorized",
+        "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "gdpo", "gae",
+        "optimal_token_baseline", "tir_optimal_token_baseline",
+    ),
+    "actor.policy_loss.loss_mode": (
+        "vanilla", "dppo_tv", "dppo_kl", "gspo", "sapo", "cispo", "gpg", "geo_mean", "clip_cov", "kl_cov", "dro",
+        "reinforce", "bypass_mode",
+    ),
+}  # fmt: skip
+"""The names of ADVANTAGES and POLICY_LOSSES in `algorithms`, which imports torch; a plan does not. The user's own are
+given as `path/to/file.py:function` or `package.module:function`."""
 
 BOUNDS: dict[str, tuple[float, float]] = {
     "cluster.nodes": (1, math.inf),
@@ -150,6 +164,13 @@ def check_value(key: str, value: Any) -> Iterator[str]:
     items = value if isinstance(value, list) else [value]
     choices, bounds = matching(CHOICES, key), matching(BOUNDS, key)
     for item in items:
+        if key in NAMED and ":" not in str(item) and item not in NAMED[key]:
+            near = nearest(str(item), NAMED[key], 1)
+            hint = f"did you mean {near[0]}? " if near else ""
+            yield (
+                f"{key}={item} is not known; {hint}Known are {', '.join(NAMED[key])}; your own is given as "
+                "path/to/file.py:function or package.module:function"
+            )
         if choices and item is not None and item not in choices:
             near = nearest(str(item), choices, 1)
             hint = f"; did you mean {near[0]}?" if near else ""

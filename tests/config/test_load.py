@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+from spmd_rl.algorithms import ADVANTAGES, POLICY_LOSSES
 from spmd_rl.config import Config, ConfigError
+from spmd_rl.config.choices import NAMED
 from spmd_rl.config.fields import all_fields, docstrings, nearest_keys
 from spmd_rl.config.load import (
     as_yaml,
@@ -102,6 +104,11 @@ def test_files_with_functions_are_plain_values() -> None:
     assert compose(["reward.functions=[my/file.py:score]"]).reward.functions == ["my/file.py:score"]
 
 
+def test_the_names_that_a_plan_knows_are_those_of_the_algorithms() -> None:
+    assert set(NAMED["algorithm.adv_estimator"]) == set(ADVANTAGES)
+    assert set(NAMED["actor.policy_loss.loss_mode"]) == set(POLICY_LOSSES)
+
+
 @pytest.mark.parametrize(
     ("override", "fragments"),
     [
@@ -120,6 +127,11 @@ def test_files_with_functions_are_plain_values() -> None:
         ("experiment=quikstart", ["did you mean quickstart?", "gsm8k"]),
         ("engine=fdsp", ["did you mean fsdp?"]),
         ("actor.engine.name=fdsp", ["not one of fsdp, megatron", "did you mean fsdp?"]),
+        (
+            "algorithm.adv_estimator=grpoo",
+            ["adv_estimator=grpoo is not known; did you mean grpo?", "package.module:fun"],
+        ),
+        ("actor.policy_loss.loss_mode=vanila", ["did you mean vanilla?", "geo_mean", "path/to/file.py:function"]),
         ("trainer.schedule=colocatd", ["did you mean colocated?", "one_step_off"]),
         ("observe.trackers=[console,tensorbord]", ["observe.trackers=tensorbord", "did you mean tensorboard?"]),
         ("rollout.temperature=-1", ["out of range", "at least 0"]),

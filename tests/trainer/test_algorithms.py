@@ -125,12 +125,5 @@ def test_correction_weighs_and_rejects_over_the_batch(worlds: Worlds) -> None:
 
 
 def test_what_cannot_work_is_said_before_a_model_is_loaded(worlds: Worlds) -> None:
-    cases = [
-        ["algorithm.adv_estimator=grpoo"],
-        ["actor.policy_loss.loss_mode=vanila"],
-        ["trainer.roles={judge: 'a:b'}"],
-    ]
-    found = worlds[1].run(many, cases)[0]
-    assert "unknown advantage estimator 'grpoo': did you mean 'grpo'?" in found[0]
-    assert "unknown policy loss 'vanila': did you mean 'vanilla'?" in found[1]
-    assert "trainer.roles.judge: there is no such role" in found[2]
+    found = worlds[1].run(many, [["trainer.roles={judge: 'a:b'}"]])[0]
+    assert "trainer.roles.judge: there is no such role" in found[0]
