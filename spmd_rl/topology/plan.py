@@ -12,6 +12,7 @@ from spmd_rl.topology.cluster import Cluster, Pool
 from spmd_rl.topology.edges import ExchangeEdge, SyncEdge, exchange_edge, exchange_edges, sync_edge
 from spmd_rl.topology.fold import demand, engine_layout, rollout_layout
 from spmd_rl.topology.groups import ProcessGroups, process_groups
+from spmd_rl.topology.idle_keys import idle_warnings
 from spmd_rl.topology.layout import RoleLayout
 from spmd_rl.topology.memory import PhaseMemory, early_pieces, memory, offloaded_bytes, overlaps
 from spmd_rl.topology.phases import TIMED, Phase, step_phases
@@ -100,7 +101,8 @@ class Plan:
     def warnings(self) -> list[str]:
         """What can run but hardly does what is wanted, a sentence each."""
         engine = self.vllm if self.config.trainer.device != "cpu" else None
-        return batch_warnings(self.config) + schedule_warnings(self.config) + (vllm_warnings(engine) if engine else [])
+        found = batch_warnings(self.config) + schedule_warnings(self.config) + idle_warnings(self.config)
+        return found + (vllm_warnings(engine) if engine else [])
 
     @cached_property
     def vllm(self) -> VllmMemory | None:
