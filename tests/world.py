@@ -7,11 +7,13 @@ world (the others would wait for it in a collective); the next `run` starts a ne
 import multiprocessing
 import os
 import pickle
+import random
 import signal
 import socket
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -43,7 +45,7 @@ class World:
         """
         if not self._ranks:
             self._ranks = [self._start(rank) for rank in range(self.size)]
-        call = pickle.dumps((_free_port(), function, args))
+        call = pickle.dumps((free_port(), function, args))
         for _, pipe in self._ranks:
             pipe.send_bytes(call)
         try:
@@ -104,10 +106,14 @@ class Worlds:
             world.close()
 
 
-def _free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return int(s.getsockname()[1])
+def free_port() -> int:
+    """A port that nobody has, below those that the kernel gives to connections (from 32768 on): until rank 0 listens,
+    one of these could take it, even another rank's to this very port."""
+    for port in random.SystemRandom().sample(range(10_000, 32_768), 100):
+        with socket.socket() as s, suppress(OSError):
+            s.bind(("127.0.0.1", port))
+            return port
+    raise RankError("none of a hundred ports is free")
 
 
 def _rank(rank: int, size: int, pipe: Connection) -> None:

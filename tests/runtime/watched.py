@@ -9,7 +9,6 @@ import multiprocessing
 import os
 import re
 import signal
-import socket
 import sys
 import textwrap
 import threading
@@ -28,7 +27,7 @@ from spmd_rl.runtime import liveness
 from spmd_rl.runtime.environment import read_environment
 from spmd_rl.runtime.joining import joined
 from spmd_rl.runtime.process_groups import start_pool
-from tests.world import PRELOAD
+from tests.world import PRELOAD, free_port
 
 POOLS = {"train": (0, 1), "rollout": (2,)}
 
@@ -40,9 +39,7 @@ class Job:
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(PRELOAD)
         self.folder = folder
-        with socket.socket() as s:
-            s.bind(("127.0.0.1", 0))
-            port = s.getsockname()[1]
+        port = free_port()
         self.ranks = [
             context.Process(target=_rank, args=(rank, port, str(folder), acts.get(rank, "work"), timeout_s, silence_s))
             for rank in range(3)

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.runtime.liveness import LOST_RANK
+from tests.world import free_port
 
 pytestmark = pytest.mark.slow
 POOLS = {0: "global", 1: "rollout"}
@@ -37,9 +37,7 @@ def test_a_rank_of_one_pool_takes_the_others_with_it(tmp_path: Path, lost: int, 
         "observe.trackers=[jsonl]",
         f"trainer.output_dir={run}",
     ]
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        port = str(s.getsockname()[1])
+    port = str(free_port())
     env = {**os.environ, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
     command = [sys.executable, "-m", "spmd_rl.train", "experiment=tiny", "trainer.device=cpu", *settings]
     logs = [tmp_path / f"{rank}.log" for rank in POOLS]
