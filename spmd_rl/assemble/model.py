@@ -32,6 +32,7 @@ from spmd_rl.models.loading import (
 from spmd_rl.models.lora import add_adapters
 from spmd_rl.models.megatron_names import check_model
 from spmd_rl.models.policy import Policy
+from spmd_rl.models.routing import check_routers, moe_layers, no_routes
 from spmd_rl.models.value import HEAD, IGNORED, ValueModel, has_head
 from spmd_rl.roles.residency import Residency
 from spmd_rl.rollout.base import RolloutEngine
@@ -96,6 +97,8 @@ def load_model_facts(config: Config) -> Model:
     if "megatron" in {spec.engine.name for spec in role_specs(config).values() if spec.engine is not None}:
         megatron()
         check_model(hf_config)
+    if config.actor.router_replay == "rollout":
+        check_routers(hf_config)
     return Model(tokenizer, hf_config, folder, _eos(tokenizer, folder))
 
 
@@ -105,11 +108,13 @@ def check_rollout_engine(config: Config, model: Model) -> None:
     For ranks that sample only: it imports the engine, which takes seconds.
     """
     if config.rollout.name == "vllm":
-        from spmd_rl.rollout.vllm_versions import check_arguments, check_installed
+        from spmd_rl.rollout.vllm_versions import check_arguments, check_installed, check_routes
 
         kind = model.hf_config.model_type
         check_installed(model.hf_config.architectures or [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind, kind)])
         check_arguments(config.rollout.engine_kwargs)
+        if config.actor.router_replay == "rollout":
+            check_routes()
 
 
 def _eos(tokenizer: PreTrainedTokenizerBase, folder: Path | None) -> list[int]:
@@ -223,6 +228,7 @@ def make_engine(
     top_k: int = 0,
 ) -> Engine:
     """A policy on its engine; each rank reads its own slices of the weights."""
+    replays = role == "actor" and config.actor.router_replay == "rollout"
     if engine.name == "megatron":
         return megatron().MegatronEngine(
             model.hf_config,
@@ -234,6 +240,7 @@ def make_engine(
             total_steps=total_steps,
             temperature=temperature,
             seed=config.model.seed,
+            replays=replays,
         )
     lm = build_meta(model.hf_config, trust_remote_code=config.model.trust_remote_code)
     if config.model.lora.rank and optim is not None:
@@ -252,6 +259,7 @@ def make_engine(
         temperature=temperature,
         seed=config.model.seed,
         top_k=top_k,
+        replays=replays,
     )
 
 
@@ -266,13 +274,16 @@ def rollout_dtype(config: Config, runtime: Runtime) -> torch.dtype:
 def make_rollout_engine(config: Config, model: Model, runtime: Runtime) -> RolloutEngine:
     """An engine without weights: the first sync brings them."""
     lm = build_meta(model.hf_config, rollout_dtype(config, runtime), ATTENTION, config.model.trust_remote_code)
+    routed = no_routes(lm.config) if config.actor.router_replay == "rollout" else None
     if config.rollout.name == "vllm":
-        return _vllm(config, model, runtime, lm)
+        return _vllm(config, model, runtime, lm, routed)
     allocate(lm, runtime.device)
-    return TransformersRollout(lm, model.eos_token_ids, config.rollout.max_batch_rows)
+    return TransformersRollout(lm, model.eos_token_ids, config.rollout.max_batch_rows, routed)
 
 
-def _vllm(config: Config, model: Model, runtime: Runtime, lm: PreTrainedModel) -> RolloutEngine:
+def _vllm(
+    config: Config, model: Model, runtime: Runtime, lm: PreTrainedModel, routed: torch.Tensor | None
+) -> RolloutEngine:
     from spmd_rl.rollout.vllm import VllmRollout
     from spmd_rl.rollout.vllm_versions import Settings, forget_names
 
@@ -301,9 +312,10 @@ def _vllm(config: Config, model: Model, runtime: Runtime, lm: PreTrainedModel) -
             name=_agreed_name(runtime),
             sockets=Path(made),
             more=rollout.engine_kwargs,
+            moe_layers=moe_layers(lm.config) if routed is not None else (),
         )
         with as_pool(runtime.pool_rank, runtime.pool.size, runtime.device.index or 0):
-            engine = VllmRollout(settings, specs_of(lm), model.eos_token_ids, sleep_level)
+            engine = VllmRollout(settings, specs_of(lm), model.eos_token_ids, sleep_level, routed)
         dist.barrier(group=runtime.control)  # all have opened what another one made, so that its name may go
         forget_names(settings)
     on_stop(engine.close)

@@ -17,6 +17,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     "*.engine.megatron.param_dtype": ("auto", "fastest", "float32", "bfloat16"),
     "*.optim.schedule": ("constant", "cosine"),
     "*.loss_agg_mode": AGGREGATIONS,
+    "actor.router_replay": ("none", "rollout"),
     "actor.kl_loss_type": (*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS)),
     "algorithm.kl_penalty": (*KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS)),
     "algorithm.kl_ctrl.type": ("fixed", "adaptive"),

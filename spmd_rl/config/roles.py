@@ -143,6 +143,8 @@ class ActorConfig:
     """Upper epsilon (DAPO's clip-higher); unset means clip_ratio."""
     clip_ratio_c: float = 3.0
     """Dual-clip bound for negative advantages."""
+    router_replay: str = "none"
+    """MoE: rollout (training takes the experts that the rollout chose for each token, R3, arXiv 2510.11370) | none."""
     policy_loss: PolicyLossConfig = field(default_factory=PolicyLossConfig)
     """Which loss."""
     loss_agg_mode: str = "token-mean"

@@ -245,7 +245,7 @@ ABSENT: dict[str, str] = {
     "*.exclude_modules": "name the modules to adapt in model.lora.target_modules",
     "*.profiler.*": "observe.profile_steps traces with torch.profiler",
     "global_profiler.*": "observe.profile_steps traces with torch.profiler",
-    "*.router_replay.*": "no router replay",
+    "*.router_replay.*": "the actor alone replays, what its rollout chose: no files",
     "*.qat.*": "no quantisation",
     f"{ROLLOUT}.quantization*": "no quantisation",
     f"{ROLLOUT}.checkpoint_engine.*": "weights go from the actor's shards to the engine in buckets",

@@ -269,6 +269,18 @@ CONVERTED: dict[str, Conversion] = {
     f"{ACTOR}.tis_imp_ratio_cap": Conversion(
         "algorithm.rollout_correction.rollout_is*", "token weights, truncated there", _truncated_importance
     ),
+    f"{ACTOR}*.router_replay.mode": Conversion(
+        "actor.router_replay",
+        "disabled is none, R3 is rollout",
+        _choice(
+            "actor.router_replay",
+            {"disabled": "none", "R3": "rollout"},
+            "no R2: set actor.router_replay=rollout, which replays the rollout's experts (R3)",
+        ),
+    ),
+    f"{ROLLOUT}.enable_rollout_routing_replay": Conversion(
+        "(none)", "it follows actor.router_replay", lambda key, value, given: NOTHING
+    ),
     f"{ROLLOUT}.name": Conversion(
         "rollout.name",
         "hf is transformers; sglang and trtllm become vllm",

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
@@ -23,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from spmd_rl.config.roles import EngineConfig, OptimConfig
 from spmd_rl.data.batch import Batch, Ragged
+from spmd_rl.data.routes import NONE, routes_of
 from spmd_rl.engines.base import Objective, Outputs, StepResult
 from spmd_rl.engines.dtypes import compute_dtype
 from spmd_rl.engines.schedule import learning_rate
@@ -31,7 +33,8 @@ from spmd_rl.models.loading import materialise
 from spmd_rl.models.names import export_tensors
 from spmd_rl.models.packing import Packing, response_positions
 from spmd_rl.models.policy import decoder_layers
-from spmd_rl.observe.metrics import merge
+from spmd_rl.models.routing import Replay
+from spmd_rl.observe.metrics import Partial, mean, merge
 from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.topology.layout import RoleLayout
 from spmd_rl.weights.held import Held, held_by
@@ -55,10 +58,12 @@ class FsdpEngine:
         fresh: Sequence[str] = (),
         ignore: Sequence[str] = (),
         top_k: int = 0,
+        replays: bool = False,
     ) -> None:
         """Shard `model` (on the meta device) over the layout's mesh, then read each rank's slices from `folder`.
 
         `fresh`, `ignore`: see `materialise`. `top_k`: of a teacher, for its columns `top_ids` and `top_log_probs`.
+        `replays`: the batches say which experts to choose (`data/routes.py`).
         """
         self.config, self.layout, self.device = config, layout, runtime.device
         self.temperature, self.top_k = temperature, top_k
@@ -67,6 +72,7 @@ class FsdpEngine:
         self.sp_size = layout.batch.axis_size("sp")
         self._lie: list[int] = []
         self._held: list[Held] | None = None
+        self.replay = Replay(model, self.device) if replays else None
         self.model = self._shard(model, runtime)
         self._fill(folder, seed, fresh, ignore)
         self.optim = optim
@@ -147,12 +153,14 @@ class FsdpEngine:
         assert self.optim is not None, "an optimizer has its settings"
         self.model.train()
         result = StepResult(lr=learning_rate(self.optim, self.version, self.total_steps))
+        self._replay_metrics()  # counts from here on
         for rows in micro:
             part = batch.select(rows)
             loss, partial = objective(part, self._outputs(part, ["entropy"]))
             loss.backward()
             result.loss += loss.item()
             result.partial = merge([result.partial, partial])
+        result.partial |= self._replay_metrics()
         result.grad_norm = self._clip()
         result.skipped = not torch.isfinite(torch.tensor(result.grad_norm)).item()
         if not result.skipped:
@@ -162,6 +170,16 @@ class FsdpEngine:
         self.optimizer.zero_grad(set_to_none=True)
         self.version += 1
         return result
+
+    def _replay_metrics(self) -> Partial:
+        """Under router replay `<role>/router_replay_differs`: the share of (token, layer, choice) since the last call
+        that the router would not have made; of the ranks that have the same rows."""
+        if self.replay is None:
+            return {}
+        differs = self.replay.take()
+        if self.sp_size > 1:
+            dist.all_reduce(differs, group=self.sp_group)
+        return {f"{self.layout.role}/router_replay_differs": mean(*differs.tolist())}
 
     def _outputs(self, batch: Batch, want: Sequence[str]) -> Outputs:
         """Run the model over a micro-batch; token columns of all its response tokens, on every rank of the sp group."""
@@ -175,6 +193,8 @@ class FsdpEngine:
         packing = Packing.pack(lengths, self.sp_size, self.sp_rank, self.sp_group, self.device)
         positions = response_positions(prompts.lengths.tolist(), responses.lengths.tolist())
         places, mine = packing.local_positions(positions)
+        if self.replay is not None:
+            self.replay.routes = packing.local(routes_of(batch), NONE).to(self.device) if len(batch) else None
         outputs = self.model(
             input_ids=packing.local(tokens).to(self.device),
             position_ids=packing.position_ids(),

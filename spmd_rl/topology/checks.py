@@ -20,6 +20,7 @@ from spmd_rl.topology.layout import RoleLayout
 from spmd_rl.topology.memory import PhaseMemory, card_bytes, role_shape
 from spmd_rl.topology.model_checks import length_mistakes, model_mistakes
 from spmd_rl.topology.pools import GLOBAL, place_pools
+from spmd_rl.topology.replay import replay_mistakes
 from spmd_rl.topology.roles import RoleSpec, config_path, role_specs
 from spmd_rl.topology.shape import ModelShape
 from spmd_rl.topology.vllm_memory import VllmMemory, cpu_mistakes, vllm_mistakes
@@ -44,7 +45,7 @@ def check(config: Config, cluster: Cluster, shape: ModelShape | None = None) -> 
         mistakes += engine_mistakes(config, spec)
         if shape is not None:
             mistakes += model_mistakes(config, spec, role_shape(spec, shape))
-    mistakes += batch_mistakes(config)
+    mistakes += batch_mistakes(config) + replay_mistakes(config, shape)
     return list(dict.fromkeys(mistakes + (length_mistakes(config, shape) if shape is not None else [])))
 
 

@@ -17,6 +17,7 @@ KEYS = {
     "enforce_eager": "rollout.enforce_eager",
     "enable_prefix_caching": "rollout.enable_prefix_caching",
     "enable_sleep_mode": "rollout.sleep_level",
+    "enable_return_routed_experts": "actor.router_replay",
 }
 """Argument of vLLM -> the key that sets it."""
 FIXED = {

@@ -52,7 +52,7 @@ def only_sampling(config: Config) -> Config:
     return replace(
         config,
         pools={},
-        actor=replace(config.actor, pool="global", use_kl_loss=False),
+        actor=replace(config.actor, pool="global", use_kl_loss=False, router_replay="none"),
         rollout=replace(config.rollout, pool="global"),
         reward=replace(config.reward, model=replace(config.reward.model, enable=False)),
         teacher=replace(config.teacher, enable=False),

@@ -221,6 +221,11 @@ def cpu_mistakes(config: Config, shape: ModelShape) -> list[str]:
         )
     if rollout.infer_pp > 1:
         mistakes.append(f"rollout.infer_pp={rollout.infer_pp}: vLLM on a CPU has no pipeline stages; use infer_pp=1")
+    if config.actor.router_replay != "none":
+        mistakes.append(
+            f"actor.router_replay={config.actor.router_replay}: vLLM on a CPU does not tell which experts it chose "
+            "(that takes its model runner V2, and so Triton); set rollout=transformers or actor.router_replay=none"
+        )
     return mistakes
 
 

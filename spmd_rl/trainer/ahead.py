@@ -49,7 +49,8 @@ def load_rows(name: str, folder: Path, runtime: Runtime) -> Batch:
 
 def check_in_flight(state: Mapping[str, Any], config: Config) -> None:
     """ConfigError when a checkpoint holds begun replies, or steps not trained on, that this run would spoil: of another
-    rollout.n (groups and mini-batches would be cut in the wrong places), or with nothing to weigh their older policy.
+    rollout.n (groups and mini-batches would be cut in the wrong places), with or without the experts that were chosen,
+    or with nothing to weigh their older policy.
     """
     saved, groups, steps = state["carried"]["n"], len(state["carried"]["groups"]), len(state["ahead"])
     if not groups and not steps:
@@ -60,6 +61,12 @@ def check_in_flight(state: Mapping[str, Any], config: Config) -> None:
         raise ConfigError(
             f"resume: the checkpoint carries {what}, now rollout.n={config.rollout.n}; put it back, or start anew with "
             "trainer.resume=never"
+        )
+    replay, wanted = state["carried"].get("router_replay", "none"), config.actor.router_replay
+    if replay != wanted:
+        raise ConfigError(
+            f"resume: the checkpoint carries {what} of actor.router_replay={replay}, now {wanted}; put it back, or "
+            "start anew with trainer.resume=never"
         )
     undecided = config.algorithm.rollout_correction.rollout_is == "auto"
     if undecided and not corrects(config) and not bypasses(config):

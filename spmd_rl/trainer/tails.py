@@ -21,6 +21,7 @@ from spmd_rl.config import Config, ConfigError
 from spmd_rl.data.batch import Batch
 from spmd_rl.data.order import Rows
 from spmd_rl.data.prompts import Prompt, PromptOrder
+from spmd_rl.data.routes import COLUMN
 from spmd_rl.roles.rollout import Groups, Rollout
 from spmd_rl.rollout.base import Reply, Request
 from spmd_rl.runtime.bootstrap import Runtime
@@ -202,7 +203,8 @@ class Tails:
 
     def state(self) -> dict[str, Any]:
         """What is carried, for a checkpoint's JSON part."""
-        return {"n": self.config.rollout.n, "groups": [vars(group) for group in self.carried]}
+        groups = [vars(group) for group in self.carried]
+        return {"n": self.config.rollout.n, "router_replay": self.config.actor.router_replay, "groups": groups}
 
     def files(self) -> dict[str, Tensor]:
         """A checkpoint's files of this rank."""
@@ -225,7 +227,8 @@ def _progress(replies: Sequence[Reply], longest: int) -> tuple[int, int, int]:
 def _replies(rows: Batch, n: int) -> dict[int, list[Reply]]:
     """Place of a group -> its replies; rows of a group follow each other."""
     tokens, log_probs = ([row.tolist() for row in rows[name].rows()] for name in ("responses", "rollout_log_probs"))
-    replies = [Reply(*reply) for reply in zip(tokens, log_probs, rows["finished"].tolist(), strict=True)]
+    routes = rows[COLUMN].rows() if COLUMN in rows else [None] * len(rows)
+    replies = [Reply(*reply) for reply in zip(tokens, log_probs, rows["finished"].tolist(), routes, strict=True)]
     places = (rows["row_id"][::n] // n).tolist()
     return {place: replies[i * n : (i + 1) * n] for i, place in enumerate(places)}
 

@@ -147,6 +147,9 @@ def test_verls_defaults_hold_where_ours_differ() -> None:
         ("actor_rollout_ref.actor.tis_imp_ratio_cap=2", {"algorithm.rollout_correction.rollout_is": "token"}),
         ("actor_rollout_ref.rollout.nnodes=2", {"rollout.pool": "rollout", "pools.rollout.nnodes": 2}),
         ("data.val_batch_size=null", {"data.val_batch_size": 0}),
+        ("actor_rollout_ref.actor.router_replay.mode=R3", {"actor.router_replay": "rollout"}),
+        ("actor_rollout_ref.actor.megatron.router_replay.mode=disabled", {"actor.router_replay": "none"}),
+        ("actor_rollout_ref.rollout.enable_rollout_routing_replay=True", {}),
         ("trainer.total_training_steps=null", {"trainer.total_training_steps": None}),
     ],
 )
@@ -167,6 +170,8 @@ def test_values_that_change(override: str, expected: dict[str, object]) -> None:
         ("data.truncation=middle", "error, left and right only"),
         ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "bfloat16 and float32 only"),
         ("some.new_key=1", "not one of the keys"),
+        ("actor_rollout_ref.actor.router_replay.mode=R2", "no R2: set actor.router_replay=rollout"),
+        ("actor_rollout_ref.actor.router_replay.replay_file=x", "no files"),
     ],
 )
 def test_what_has_no_counterpart_says_why(override: str, word: str) -> None:

@@ -52,8 +52,12 @@ class MegatronEngine:
         seed: int = 0,
         value_head: bool = False,
         fresh_head: bool = False,
+        replays: bool = False,
     ) -> None:
-        """Build this rank's part and read its boxes from `folder` (None: random weights from `seed`)."""
+        """Build this rank's part and read its boxes from `folder` (None: random weights from `seed`).
+
+        `replays`: the batches say which experts to choose (`data/routes.py`).
+        """
         check_model(hf_config)
         self.config, self.layout, self.device, self.pool_rank = config, layout, runtime.device, runtime.pool_rank
         self.optim, self.total_steps, self.version = optim, total_steps, 0
@@ -64,7 +68,7 @@ class MegatronEngine:
         with on_device(self.device):
             groups = collection(layout, runtime.groups)
             recompute = config.gradient_checkpointing and optim is not None
-            self.model = Model(hf_config, layout, config, groups, self.device, dtype, value_head, recompute)
+            self.model = Model(hf_config, layout, config, groups, self.device, dtype, value_head, recompute, replays)
             std = float(getattr(hf_config, "initializer_range", 0.02))
             fill(self.model, self.cut, folder, seed=seed, std=std, fresh_head=fresh_head)
             self.chunks: list[Any] = list(self.model.chunks)

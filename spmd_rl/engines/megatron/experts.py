@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from spmd_rl.models.routing import replayed
 from spmd_rl.runtime.mcore import ProcessGroupCollection, TransformerConfig
 
 
@@ -57,6 +58,8 @@ class Routing:
     def __init__(self, experts: int, device: torch.device) -> None:
         self.load = torch.zeros(experts, dtype=torch.float64, device=device)
         """Tokens sent to each expert since `take`, by this rank."""
+        self.differs = torch.zeros(2, dtype=torch.float64, device=device)
+        """What `replayed` counted since `take`, of this rank's tokens."""
         self.replay: Tensor | None = None
         """[tokens, k] experts to choose in the layer's next forward; None lets the router choose."""
         self.chosen: Tensor | None = None
@@ -71,17 +74,18 @@ class Routing:
         default_compute_topk: Callable[..., tuple[Tensor, Tensor]],
     ) -> tuple[Tensor, Tensor]:
         """megatron-core's hook: scores [tokens, experts] -> (scores of the chosen, the chosen), [tokens, k] each."""
-        if self.replay is None:
-            values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
-        else:
-            chosen = self.replay.to(scores.device)
+        values, chosen = default_compute_topk(scores, topk, num_groups=num_groups, group_topk=group_topk)
+        if self.replay is not None:
+            chosen, differs = replayed(chosen, self.replay)
             values = scores.gather(1, chosen)
+            self.differs += differs
         self.chosen = chosen
         with torch.no_grad():
             self.load += torch.bincount(chosen.flatten(), minlength=len(self.load)).to(self.load)
         return values, chosen
 
-    def take(self) -> Tensor:
-        """The load so far; counts from 0 again."""
-        load, self.load = self.load, torch.zeros_like(self.load)
-        return load
+    def take(self) -> tuple[Tensor, Tensor]:
+        """The load and the differences so far; counts from 0 again."""
+        found = self.load, self.differs
+        self.load, self.differs = torch.zeros_like(self.load), torch.zeros_like(self.differs)
+        return found

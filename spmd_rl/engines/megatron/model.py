@@ -43,13 +43,15 @@ class Model:
         dtype: torch.dtype,
         value_head: bool,
         recompute: bool,
+        replays: bool = False,
     ) -> None:
-        """Allocates the parameters, uninitialised."""
+        """Allocates the parameters, uninitialised. `replays`: the batches say which experts to choose."""
         self.stage, self.stages = groups.pp.rank(), groups.pp.size()
         vpp = engine.megatron.vpp
         self.names = MegatronNames(hf_config, self.stages, vpp, value_head)
         self.config = transformer_config(hf_config, layout, engine, dtype)
-        self.groups, self.device = groups, device
+        self.groups, self.device, self.replays = groups, device, replays
+        self.moe_layers = [layer for layer in range(hf_config.num_hidden_layers) if self.names.is_moe(layer)]
         windows = windows_of(hf_config)
         self.chunks = [self._chunk(hf_config, v, windows).to(device) for v in range(vpp)]
         for layer in self.layers:

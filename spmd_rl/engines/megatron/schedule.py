@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.data.batch import Batch
+from spmd_rl.data.routes import NONE, routes_of
 from spmd_rl.engines.megatron.model import Model
 from spmd_rl.engines.megatron.stream import Stream
 from spmd_rl.models.packing import response_positions
@@ -43,7 +44,17 @@ class Micro:
         model.rotate(stream)
         input_ids = stream.local(tokens)[None].to(model.device)
         positions = response_positions(prompts.lengths.tolist(), responses.lengths.tolist())
+        if model.replays:
+            stream.routes = _routes(rows, stream, model)
         return cls(rows, stream, input_ids, positions, responses.values)
+
+
+def _routes(rows: Batch, stream: Stream, model: Model) -> dict[int, Tensor]:
+    """What this rank's layers choose for its tokens; with sequence parallelism it routes a part of its stream."""
+    tp = model.groups.tp
+    local = stream.local(routes_of(rows), NONE).chunk(tp.size())[tp.rank()].to(model.device)
+    mine = model.routings()
+    return {layer: local[:, place] for place, layer in enumerate(model.moe_layers) if layer in mine}
 
 
 OnLast = Callable[[Micro, Tensor], Any]

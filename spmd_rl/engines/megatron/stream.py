@@ -51,7 +51,7 @@ class Stream:
     """Rotary cosines of this rank's tokens, [1, S, D]."""
     sin: Tensor | None = None
     routes: dict[int, Tensor] = field(default_factory=dict)
-    """Layer -> experts of this rank's tokens, [S/tp, k]: routing decided elsewhere (router replay)."""
+    """Layer -> experts of this rank's tokens, [S/tp, k]: routing decided elsewhere (router replay), -1 where not."""
     qkv_format: str = "stream"
     """megatron-core asks; anything but "thd" leaves query, key and value as they are."""
 
@@ -78,9 +78,10 @@ class Stream:
         ends = list(accumulate(self.lengths))
         return [_chunk(start, stop, ends, self.device) for start, stop in self.held(self.cp_rank)]
 
-    def local(self, packed_T: Tensor) -> Tensor:
-        """This rank's part [S] of a column [tokens], padded with 0."""
-        padded = torch.cat([packed_T, packed_T.new_zeros(self.total - len(packed_T))])
+    def local(self, packed_T: Tensor, fill: int = 0) -> Tensor:
+        """This rank's part [S, ...] of a column [tokens, ...], padded with `fill`."""
+        padding = packed_T.new_full((self.total - len(packed_T), *packed_T.shape[1:]), fill)
+        padded = torch.cat([packed_T, padding])
         return torch.cat([padded[a:b] for a, b in self.held(self.cp_rank)])
 
     def position_ids(self) -> Tensor:

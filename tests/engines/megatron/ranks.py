@@ -13,7 +13,8 @@ from transformers import AutoConfig, PretrainedConfig
 from spmd_rl.assemble.model import load_model_facts, make_engine
 from spmd_rl.config.load import compose
 from spmd_rl.config.roles import OptimConfig
-from spmd_rl.data.batch import Batch
+from spmd_rl.data.batch import Batch, Ragged
+from spmd_rl.data.routes import COLUMN
 from spmd_rl.engines.fsdp import FsdpEngine, full
 from spmd_rl.models.checkpoint import save_folder
 from spmd_rl.models.names import exports
@@ -68,12 +69,16 @@ def make_family(folder: Path, family: str) -> Path:
     return folder
 
 
-def batch() -> Batch:
+def batch(moe_layers: int = 0) -> Batch:
     """The rows of the other engine's tests, but some tokens are the padding token: it can be sampled, and transformers
-    does not learn from it as an input."""
+    does not learn from it as an input. With `moe_layers` they say which 2 of 4 experts were chosen: any."""
     made = engines.batch()
     for name in ("prompts", "responses"):
         made[name].values[::5] = 0
+    if moe_layers:
+        lengths = made["prompts"].lengths + made["responses"].lengths - 1
+        random = torch.rand(int(lengths.sum()), moe_layers, 4, generator=torch.Generator().manual_seed(5))
+        made[COLUMN] = Ragged(random.topk(2).indices.to(torch.uint8), lengths)
     return made
 
 
@@ -104,11 +109,11 @@ def actor(folder: Path, overrides: Sequence[str], optim: dict[str, Any] | None =
         stop()
 
 
-def mine(engine: Any, plan: list[list[int]] = MICRO) -> tuple[Batch, list[list[int]]]:
+def mine(engine: Any, plan: list[list[int]] = MICRO, moe_layers: int = 0) -> tuple[Batch, list[list[int]]]:
     """This rank's rows (every dp_size-th) and the micro-batches of them; some of these may be empty."""
     dp, rank = engine.layout.dp_size, engine.layout.dp_rank(torch.distributed.get_rank())
     rows = list(range(rank, len(PROMPTS), dp))
-    return batch().select(rows), [[rows.index(i) for i in micro if i in rows] for micro in plan]
+    return batch(moe_layers).select(rows), [[rows.index(i) for i in micro if i in rows] for micro in plan]
 
 
 def whole(engine: Any) -> dict[str, Tensor]:
@@ -134,10 +139,12 @@ def gradient_of(engine: Any) -> dict[str, Tensor]:
     return found
 
 
-def one_update(folder: Path, overrides: Sequence[str], micro: list[list[int]] = MICRO) -> dict[str, Any]:
+def one_update(
+    folder: Path, overrides: Sequence[str], micro: list[list[int]] = MICRO, moe_layers: int = 0
+) -> dict[str, Any]:
     """What an optimizer step saw: gradient, the loss of all ranks, log-probs of this rank's rows."""
     with actor(folder, overrides) as (engine, runtime):
-        rows, own = mine(engine, micro)
+        rows, own = mine(engine, micro, moe_layers)
         columns = engine.forward(rows, own, ["log_probs", "entropy", "sum_pi_squared"])
         before = whole(engine)
         seen: dict[str, Any] = {}

@@ -52,12 +52,19 @@ def test_load_is_counted_per_choice() -> None:
     from spmd_rl.engines.megatron.experts import Routing
 
     routing = Routing(3, torch.device("cpu"))
-    routing.replay = torch.tensor([[0, 1], [0, 2], [0, 1]])
-    scores = torch.rand(3, 3)
-    values, chosen = routing.get_replay_topk(scores, 2, None, None, lambda *_: pytest.fail("not asked"))
+    routing.replay = torch.tensor([[0, 1], [0, 2], [-1, -1], [0, 1]], dtype=torch.int16)
+    scores = torch.tensor([[0.5, 0.4, 0.1], [0.1, 0.3, 0.6], [0.1, 0.4, 0.5], [0.4, 0.5, 0.1]])
+
+    def topk(scores: torch.Tensor, k: int, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        return tuple(torch.topk(scores, k))  # type: ignore[return-value]
+
+    values, chosen = routing.get_replay_topk(scores, 2, None, None, topk)
+    assert chosen.tolist() == [[0, 1], [0, 2], [2, 1], [0, 1]]  # the third chooses by itself
     assert torch.equal(values, scores.gather(1, chosen))
-    assert routing.take().tolist() == [3, 2, 1]
-    assert routing.take().tolist() == [0, 0, 0]
+    load, differs = routing.take()
+    assert load.tolist() == [3, 3, 2]
+    assert differs.tolist() == [1, 6]  # of the second token, 0 for 1
+    assert [counts.tolist() for counts in routing.take()] == [[0, 0, 0], [0, 0]]
 
 
 def test_the_layout_does_not_change_the_metrics(worlds: Worlds, families: Families) -> None:
