@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A real language model learns sums by GRPO: two ranks on the CPU, ten minutes, no model hub.
+# A real language model learns sums by GRPO: two ranks on the CPU, five minutes, no model hub.
 #
 #   bash examples/quickstart.sh [key=value …]       e.g. trainer.seed=1 trainer.total_training_steps=5
 set -euo pipefail
