@@ -96,7 +96,7 @@ def ours(out: Path) -> None:
     from spmd_rl.runtime.environment import read_environment
     from spmd_rl.runtime.exchange import exchange
     from spmd_rl.runtime.remote import Remote
-    from spmd_rl.trainer.border import largest, together
+    from spmd_rl.trainer.border import together_and_largest
     from spmd_rl.trainer.reshard import Header
 
     torch.set_num_threads(1)
@@ -127,8 +127,7 @@ def ours(out: Path) -> None:
         Header.of(nothing, "rollout", "actor", here)
         exchange(nothing, [[] for _ in range(pair)], edge)
         here.job.any(False)  # stop
-        together({"loss": 1.0}, here)
-        largest({"update": 1.0}, here)
+        together_and_largest({"loss": 1.0}, [{"update": 1.0}] * 3, here)
 
     results["empty step"] = summary(repeated(empty_step, 50))
     if env.is_first:

@@ -2,7 +2,7 @@
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,7 +14,12 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 from torch.distributed.distributed_c10d import _coalescing_manager
 
+from spmd_rl.observe.processes import machine
+from spmd_rl.runtime import peer_memory
 from spmd_rl.topology.edges import ExchangeEdge
+
+FRAME = 8192
+"""Bytes of a message that travel with its length; only what is longer takes a second call."""
 
 
 @dataclass
@@ -52,26 +57,48 @@ class Bridge:
         """This rank's number in the group."""
         return self.group.rank()
 
-    def all_to_all(self, numbers: Sequence[int]) -> list[int]:
-        """Give member i `numbers[i]`; what each of them gave this rank. Where ranks wait for each other."""
-        sent = torch.tensor(numbers, dtype=torch.int64)
+    @cached_property
+    def near(self) -> dict[int, int]:
+        """Members that read this rank's memory and whose memory it reads -> their process number. All members ask it
+        first at the same time."""
+        peer_memory.allow()
+        mark = peer_memory.Mark()
+        said = [from_bytes(m) for m in self.all_gather(to_bytes([machine(), mark.pid, mark.address, mark.text]))]
+        others = [(peer, it) for peer, it in enumerate(said) if peer != self.me and it[0] == machine()]
+        mine = [peer for peer, it in others if peer_memory.readable(*it[1:])]
+        reads = [from_bytes(m) for m in self.all_gather(to_bytes(mine))]  # after it, nobody reads the mark any more
+        return {peer: said[peer][1] for peer in mine if self.me in reads[peer]}
+
+    def all_to_all(self, messages: Mapping[int, Tensor]) -> dict[int, Tensor]:
+        """Give each of these members its bytes (uint8, any length); what was given to this rank, by member.
+
+        Where ranks wait for each other. A message of no bytes is none.
+        """
+        sent = torch.stack([_framed(messages.get(peer, NOTHING)) for peer in range(len(self.members))])
         received = torch.empty_like(sent)
         with self.waits():
             dist.all_to_all_single(received, sent, group=self.group)
-        return received.tolist()  # type: ignore[no-any-return]
+        found = {peer: _unframed(frame) for peer, frame in enumerate(received) if _length(frame)}
+        rest = [(data[_SHORT:], peer) for peer, data in found.items() if len(data) > _SHORT]
+        wait(self.post([(data[_SHORT:], peer) for peer, data in messages.items() if len(data) > _SHORT], rest))
+        return found
 
     def all_gather(self, data: Tensor) -> list[Tensor]:
         """Every member's bytes (uint8, any length each), in the group's order. For small things."""
-        size = torch.tensor([len(data)])
-        sizes = [torch.empty_like(size) for _ in self.members]
+        mine = _framed(data)
+        frames = [torch.empty_like(mine) for _ in self.members]
         with self.waits():
-            dist.all_gather(sizes, size, group=self.group)
-        widest = max(int(s) for s in sizes)
-        padded = torch.zeros(widest, dtype=torch.uint8)
-        padded[: len(data)] = data
-        found = [torch.empty_like(padded) for _ in sizes]
-        dist.all_gather(found, padded, group=self.group)
-        return [part[: int(s)] for part, s in zip(found, sizes, strict=True)]
+            dist.all_gather(frames, mine, group=self.group)
+        found = [_unframed(frame) for frame in frames]
+        widest = max(len(part) for part in found) - _SHORT
+        if widest > 0:
+            rest = torch.zeros(widest, dtype=torch.uint8)
+            rest[: max(0, len(data) - _SHORT)] = data[_SHORT:]
+            rests = [torch.empty_like(rest) for _ in found]
+            dist.all_gather(rests, rest, group=self.group)
+            for part, more in zip(found, rests, strict=True):
+                part[_SHORT:] = more[: max(0, len(part) - _SHORT)]
+        return found
 
     def any(self, here: bool) -> bool:
         """Whether it holds on some member."""
@@ -82,15 +109,24 @@ class Bridge:
 
     def say(self, value: Any, speaker: int) -> Any:
         """The JSON value of the member `speaker` (a job rank), on every member; the others' values are left aside."""
-        source = self.place[speaker]
-        data = to_bytes(value) if self.me == source else torch.empty(0, dtype=torch.uint8)
-        size = torch.tensor([len(data)])
+        return self.hear(value, [speaker])[0]
+
+    def hear(self, value: Any, speakers: Sequence[int]) -> list[Any]:
+        """The same of several members, at one time; in the order of `speakers`."""
+        places = [self.place[speaker] for speaker in speakers]
+        mine = to_bytes(value) if self.me in places else NOTHING
+        frames = [_framed(mine) for _ in places]  # overwritten by those that others send
         with self.waits():
-            dist.broadcast(size, group=self.group, group_src=source)
-        if self.me != source:
-            data = torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(data, group=self.group, group_src=source)
-        return from_bytes(data)
+            works = [
+                dist.broadcast(frame, group=self.group, group_src=place, async_op=True)
+                for frame, place in zip(frames, places, strict=True)
+            ]
+            wait(works)
+        found = [mine if place == self.me else _unframed(f) for f, place in zip(frames, places, strict=True)]
+        for data, place in zip(found, places, strict=True):
+            if len(data) > _SHORT:
+                dist.broadcast(data[_SHORT:], group=self.group, group_src=place)
+        return [from_bytes(data) for data in found]
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Work]:
         """Start (tensor, member) sends and receives, all on one kind of device; wait for what is returned.
@@ -118,6 +154,35 @@ class Edge:
     plan: ExchangeEdge
     bridge: Bridge
     inside: Bridge
+
+
+_SHORT = FRAME - 8
+NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+def _framed(data: Tensor) -> Tensor:
+    """uint8 [FRAME]: the length, and as much of the bytes as fits."""
+    frame = torch.zeros(FRAME, dtype=torch.uint8)
+    frame[:8] = torch.tensor([len(data)]).view(torch.uint8)
+    frame[8 : 8 + len(data)] = data[:_SHORT]
+    return frame
+
+
+def _length(frame: Tensor) -> int:
+    return int(frame[:8].view(torch.int64))
+
+
+def _unframed(frame: Tensor) -> Tensor:
+    """The bytes, of which those that did not fit are still to come."""
+    data = torch.empty(_length(frame), dtype=torch.uint8)
+    data[:_SHORT] = frame[8 : 8 + len(data)]
+    return data
+
+
+def wait(works: Sequence[Work]) -> None:
+    """Until all of them are done."""
+    for work in works:
+        work.wait()
 
 
 def to_bytes(value: Any) -> Tensor:

@@ -1,20 +1,22 @@
 """A batch moves from one layout to another, in a pool or between two: each row goes once to each rank that wants it.
 
-Tensors travel as their bytes, never pickled, over gloo (CPU) or NCCL (CUDA), wherever they lie; Python objects (texts,
-extra columns) as one byte tensor a message. Every rank of both pools makes these calls in the same order; a rank may
-hold or want no row, and one that is outside of the batch's pool passes a `Remote`.
+Tensors travel as their bytes, never pickled. CPU tensors: a rank of the same host reads them where they lie
+(`peer_memory.py`), to others they go over gloo. CUDA tensors go over NCCL. Python objects (texts, extra columns) are
+one byte tensor a message. Every rank of both pools makes these calls in the same order; a rank may hold or want no row,
+and one that is outside of the batch's pool passes a `Remote`.
 """
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
+import numpy as np
 import torch
-from torch import Tensor
 from torch.distributed import ProcessGroup, Work
 
 from spmd_rl.data.batch import Batch
-from spmd_rl.runtime.bridge import Bridge, Edge
-from spmd_rl.runtime.messages import Form, Incoming, Outgoing, Piece, read, whole
+from spmd_rl.runtime.arrival import Arrival, places
+from spmd_rl.runtime.bridge import NOTHING, Bridge, Edge, wait
+from spmd_rl.runtime.messages import Form, Message, Outgoing, Piece, read, whole
 from spmd_rl.runtime.remote import Remote
 
 LIMIT = 64 * 2**20
@@ -42,11 +44,10 @@ def exchange(
         return Remote((edge.plan.target.role,))
     assert arrived is not None, "every rank of the target hears of the columns at least"
     if any(route.peers.values()):
-        wanted = {rank: [row for peer in peers for row in route.arrive[peer]] for rank, peers in route.peers.items()}
-        others = send_rows(arrived, wanted, edge.inside, False, device)
-        assert others is not None, "this rank has the columns"
-        arrived = Batch.concat([arrived, others])
-    return in_order(arrived, route.want[job_rank])
+        part = {rank: route.want[rank] for rank in (job_rank, *route.peers[job_rank])}
+        arrived = send_rows(arrived, part, edge.inside, False, device)
+        assert arrived is not None, "this rank has the columns"
+    return arrived
 
 
 def send_rows(
@@ -56,25 +57,43 @@ def send_rows(
     crosses: bool,
     device: torch.device | None = None,
 ) -> Batch | None:
-    """Give job rank r the rows `wanted[r]` from whoever holds them; in the senders' order. None where nothing came.
+    """Give job rank r the rows `wanted[r]`, in that order, from whoever holds them. None where nothing came.
 
     When the rows cross to another pool, each rank there is told the columns at least, even if no row is for it.
     """
+    near = {*bridge.near, bridge.me}
     outgoing = _outgoing(batch, wanted, bridge, crosses)
-    mine = outgoing.pop(bridge.me, None)
-    headers = {peer: message.form.pack() for peer, message in outgoing.items()}
-    sizes = bridge.all_to_all([len(headers.get(peer, ())) for peer in range(len(bridge.members))])
-    arriving = {peer: torch.empty(size, dtype=torch.uint8) for peer, size in enumerate(sizes) if size}
-    _wait(bridge.post([(h, peer) for peer, h in headers.items()], [(h, peer) for peer, h in arriving.items()]))
-    incoming = {
-        peer: Incoming(Form.unpack(header), device or torch.device("cuda")) for peer, header in arriving.items()
-    }
-    _transfer(outgoing, incoming, bridge)
-    batches = {peer: message.batch() for peer, message in incoming.items()}
-    if mine is not None:
-        batches[bridge.me] = mine.batch.select(mine.rows.tolist())
-    filled = [batches[peer] for peer in sorted(batches) if len(batches[peer])] or list(batches.values())[:1]
-    return Batch.concat(filled) if len(filled) > 1 else next(iter(filled), None)
+    said = {peer: rows.message(peer in near) for peer, rows in outgoing.items()}
+    own, mine = outgoing.pop(bridge.me, None), said.pop(bridge.me, None)
+    headers = bridge.all_to_all({peer: message.pack() for peer, message in said.items()})
+    told = {peer: Message.unpack(header) for peer, header in headers.items()}
+    here = told | ({bridge.me: mine} if mine is not None else {})
+    want = wanted.get(bridge.members[bridge.me], ())
+    arrival = Arrival(want, dict(sorted(here.items())), device or torch.device("cuda")) if here else None
+    if arrival is not None and own is not None:
+        arrival.keep(bridge.me, own)
+    read = _read_near(arrival, told, bridge)
+    _transfer(outgoing, arrival, told, bridge)
+    wait([*read, *bridge.post([], [(NOTHING.clone(), peer) for peer in _near(said, bridge)])])
+    return arrival.batch() if arrival is not None else None
+
+
+def _near(messages: Mapping[int, Message], bridge: Bridge) -> list[int]:
+    """Peers that a message reaches by their reading of memory."""
+    return [peer for peer, it in sorted(messages.items()) if peer in bridge.near and it.form.sizes().get("cpu")]
+
+
+def _read_near(arrival: Arrival | None, told: Mapping[int, Message], bridge: Bridge) -> list[Work]:
+    """Read what peers on this host hold, and tell each of them, with an empty message, that it has been read."""
+    works = []
+    for peer in _near(told, bridge):
+        assert arrival is not None, "this rank was told of rows"
+        try:
+            arrival.read(peer, bridge.near[peer])
+        except OSError as error:
+            raise RuntimeError(f"exchange: rows of rank {bridge.members[peer]} could not be read: {error}") from error
+        works += bridge.post([(NOTHING, peer)], [])
+    return works
 
 
 def _outgoing(
@@ -98,30 +117,52 @@ def _told_by(bridge: Bridge, wanted: Mapping[int, Sequence[int]]) -> set[int]:
     return {bridge.place[rank] for i, rank in enumerate(sorted(wanted)) if i % len(ours) == mine}
 
 
-def _transfer(outgoing: Mapping[int, Outgoing], incoming: Mapping[int, Incoming], bridge: Bridge) -> None:
+def _transfer(
+    outgoing: Mapping[int, Outgoing], arrival: Arrival | None, told: Mapping[int, Message], bridge: Bridge
+) -> None:
     """Send and receive all pieces; the k-th piece between two ranks goes in round k at both of them."""
-    sends = {peer: message.form.pieces() for peer, message in sorted(outgoing.items())}
-    receives = {peer: message.form.pieces() for peer, message in sorted(incoming.items())}
+    sends = {peer: _pieces(rows.form, peer, bridge) for peer, rows in sorted(outgoing.items())}
+    receives = {peer: _pieces(message.form, peer, bridge) for peer, message in sorted(told.items())}
     rounds = max((len(pieces) for pieces in [*sends.values(), *receives.values()]), default=0)
-    under_way: deque[tuple[list[Work], list[tuple[Tensor, int]]]] = deque()
+    under_way: deque[Callable[[], None]] = deque()
     for number in range(rounds):
         for kind in ("cpu", "cuda"):
-            out = [(outgoing[peer].bytes_of(p), peer) for peer, p in _nth(sends, number, kind)]
-            into = [(incoming[peer].place(p), peer) for peer, p in _nth(receives, number, kind)]
-            under_way.append((bridge.post(out, into), out))  # what is sent must live until it is
+            under_way.append(_round(_nth(sends, number, kind), _nth(receives, number, kind), outgoing, arrival, bridge))
         while len(under_way) > 2 * AHEAD:
-            _wait(under_way.popleft()[0])
+            under_way.popleft()()
     while under_way:
-        _wait(under_way.popleft()[0])
+        under_way.popleft()()
+
+
+def _round(
+    sends: list[tuple[int, Piece]],
+    receives: list[tuple[int, Piece]],
+    outgoing: Mapping[int, Outgoing],
+    arrival: Arrival | None,
+    bridge: Bridge,
+) -> Callable[[], None]:
+    """Start a round; call what is returned to end it."""
+    out = [(outgoing[peer].bytes_of(piece), peer) for peer, piece in sends]  # must live until it is sent
+    into = [] if arrival is None else [(arrival.place(peer, piece), peer) for peer, piece in receives]
+    works = bridge.post(out, into)
+
+    def end() -> None:
+        wait(works)
+        out.clear()
+        for (peer, piece), (data, _) in zip(receives, into, strict=True):
+            assert arrival is not None, "this rank was told of rows"
+            arrival.put(peer, piece, data)
+
+    return end
+
+
+def _pieces(form: Form, peer: int, bridge: Bridge) -> list[Piece]:
+    """Those that are sent: CPU columns are read by peers on this host."""
+    return [piece for piece in form.pieces() if piece.device == "cuda" or peer not in bridge.near]
 
 
 def _nth(pieces: Mapping[int, list[Piece]], number: int, device: str) -> list[tuple[int, Piece]]:
     return [(peer, p[number]) for peer, p in pieces.items() if number < len(p) and p[number].device == device]
-
-
-def _wait(works: Sequence[Work]) -> None:
-    for work in works:
-        work.wait()
 
 
 def gather(batch: Batch | Remote, columns: Sequence[str], ranks: Bridge | ProcessGroup) -> Batch:
@@ -150,10 +191,4 @@ def in_order(batch: Batch, row_ids: Sequence[int]) -> Batch:
     here = batch["row_id"].tolist()
     if here == list(row_ids):
         return batch
-    place = {int(r): i for i, r in enumerate(here)}
-    lost = [r for r in row_ids if r not in place]
-    if lost or len(place) != len(batch):
-        raise RuntimeError(
-            f"exchange: rows {lost[:8]} were held by no rank, or {len(batch) - len(place)} rows came twice"
-        )
-    return batch.select([place[r] for r in row_ids])
+    return batch.select(np.argsort(places(row_ids, {0: here})[0]).tolist())

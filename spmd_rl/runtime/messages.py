@@ -3,23 +3,27 @@
 A message has a header (columns, types, lengths of ragged rows) and one stream of bytes a kind of device, column after
 column, wide types first: so each begins at a multiple of its width without a gap. Big columns go row by row in pieces
 of bounded size, small ones together in one. Both ends work the pieces out from the header alone. Rows that lie together
-at the sender are sent from where they are; the receiver's columns are views of what has arrived.
+at the sender are sent from where they are. A rank that reads the sender's memory is told where they lie, and needs no
+stream. `arrival.py` is the other end.
 """
 
 import pickle
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from math import prod
 from typing import Any
 
 import numpy as np
 import torch
-from tensordict import TensorDict
 from torch import Tensor
 
 from spmd_rl.data.batch import Batch, Ragged
 from spmd_rl.runtime.bridge import from_bytes, to_bytes
+
+COARSE = 1024
+"""Bytes of a row from which on it is moved by itself."""
 
 
 @dataclass(frozen=True)
@@ -37,15 +41,38 @@ class Column:
     lengths: Tensor
     """int64 [n]: entries of each row (ragged), 1 each (row); objects: one row with all bytes."""
 
-    @property
+    @cached_property
     def entry(self) -> int:
         """Bytes of one entry."""
         return prod(self.shape) * self.dtype.itemsize
 
-    @property
+    @cached_property
     def size(self) -> int:
         """Bytes."""
-        return int(self.lengths.sum()) * self.entry
+        return self.count * self.entry
+
+    @cached_property
+    def count(self) -> int:
+        """Entries of all rows."""
+        return int(self.lengths.sum())
+
+    @cached_property
+    def starts(self) -> Tensor:
+        """int64 [n]: entries before each row."""
+        return self.lengths.cumsum(0) - self.lengths
+
+    @property
+    def coarse(self) -> bool:
+        """Whether its rows are long enough, on average, to be moved one by one; short ones are moved together."""
+        return self.size >= COARSE * max(1, len(self.lengths))
+
+    def rows_of(self, part: "Part") -> tuple[int, int]:
+        """The first row of a part, and the one behind its last."""
+        if (part.first, part.end) == (0, self.count):
+            return 0, len(self.lengths)
+        ends = self.starts + self.lengths
+        a, b = (int(torch.searchsorted(ends, at, right=True)) for at in (part.first, part.end))
+        return a, b
 
 
 @dataclass(frozen=True)
@@ -145,6 +172,47 @@ class Form:
         return cls(rows, limit, tuple(columns))
 
 
+@dataclass(frozen=True)
+class Lying:
+    """Where the rows of a column lie in the memory of their holder."""
+
+    address: int
+    starts: Tensor | None
+    """int64 [rows]: entries from the address to each row; None where row follows row."""
+
+
+@dataclass(frozen=True)
+class Message:
+    """What the holder of rows says of them to a rank that wants them."""
+
+    form: Form
+    ids: Tensor
+    """int64 [rows]: their row_id."""
+    lying: tuple[Lying, ...] | None
+    """Of each column, for those that read them there."""
+
+    def pack(self) -> Tensor:
+        """As bytes: how long the form is and where columns lie (JSON), the form, ids and starts (int64)."""
+        form, lying = self.form.pack(), self.lying
+        said = [[column.address, column.starts is not None] for column in lying] if lying is not None else None
+        json = to_bytes([len(form), said])
+        starts = [column.starts for column in lying or () if column.starts is not None]
+        numbers = [numbers.view(torch.uint8) for numbers in (self.ids, *starts)]
+        return torch.cat([torch.tensor([len(json)]).view(torch.uint8), json, form, *numbers])
+
+    @classmethod
+    def unpack(cls, data: Tensor) -> "Message":
+        """The inverse of `pack`."""
+        at = 8 + int(data[:8].clone().view(torch.int64))
+        size, said = from_bytes(data[8:at])
+        form = Form.unpack(data[at : at + size])
+        ids, *rest = data[at + size :].clone().view(torch.int64).split(max(1, form.rows))
+        if said is None:
+            return cls(form, ids, None)
+        starts = iter(rest)
+        return cls(form, ids, tuple(Lying(address, next(starts) if some else None) for address, some in said))
+
+
 class Outgoing:
     """Rows of a batch to be sent: their form, and the bytes of each piece when it is asked for."""
 
@@ -152,6 +220,7 @@ class Outgoing:
         self.batch, self.rows = batch, np.asarray(rows, dtype=np.int64)
         self._together = bool(np.all(np.diff(self.rows) == 1))
         self._objects: dict[str, Tensor] = {}
+        self._kept: list[Tensor] = []
         self.form = Form(len(rows), limit, tuple(sorted(self._columns(), key=_place)))
 
     def _columns(self) -> Iterator[Column]:
@@ -168,9 +237,29 @@ class Outgoing:
             self._objects[name] = torch.from_numpy(data.copy())
             yield Column(name, "objects", torch.uint8, (), "cpu", torch.tensor([len(data)]))
 
+    def message(self, in_place: bool) -> Message:
+        """What to tell; `in_place`: to a rank that reads CPU columns here. Keep this object until it has."""
+        ids = self.batch["row_id"][torch.from_numpy(self.rows)]
+        lying = tuple(map(self._lying, range(len(self.form.columns)))) if in_place else None
+        return Message(self.form, ids, lying)
+
+    def _lying(self, number: int) -> Lying:
+        """Long rows where they are; short ones that do not lie together, and pinned memory, in a copy."""
+        column = self.form.columns[number]
+        if column.device != "cpu":
+            return Lying(0, None)
+        x: Any = self.batch[column.name]
+        if column.coarse and not self._together and isinstance(x, Ragged) and readable(x.values):
+            starts = (x.lengths.cumsum(0) - x.lengths)[torch.from_numpy(self.rows)]
+            return Lying(x.values.data_ptr(), starts)
+        data = self.entries(Part(number, 0, column.count, 0))
+        data = data if readable(data) else data.clone()
+        self._kept.append(data)
+        return Lying(data.data_ptr(), None)
+
     def bytes_of(self, piece: Piece) -> Tensor:
         """A view where the piece is one run of memory, else a copy."""
-        parts = [self._entries(part) for part in piece.parts]
+        parts = [self.entries(part) for part in piece.parts]
         if len(parts) == 1:
             return parts[0]
         data = torch.empty(piece.end - piece.start, dtype=torch.uint8, device=parts[0].device)
@@ -178,14 +267,16 @@ class Outgoing:
             data[part.at : part.at + len(found)] = found
         return data
 
-    def _entries(self, part: Part) -> Tensor:
+    def entries(self, part: Part) -> Tensor:
+        """The bytes of a part; a view where its rows lie together."""
         column = self.form.columns[part.column]
         if column.kind == "objects":
             return self._objects[column.name][part.first : part.end]
         x: Any = self.batch[column.name]
         values: Tensor = x.values if isinstance(x, Ragged) else x
         if self._together:
-            before = int(x.lengths[: self.rows[0]].sum()) if isinstance(x, Ragged) else int(self.rows[0])
+            first = int(self.rows[0]) if len(self.rows) else 0
+            before = int(x.lengths[:first].sum()) if isinstance(x, Ragged) else first
             return as_bytes(values[before + part.first : before + part.end])
         return as_bytes(values[self._places(x, column, part).to(values.device)])
 
@@ -194,39 +285,8 @@ class Outgoing:
         rows = torch.from_numpy(self.rows)
         if not isinstance(x, Ragged):
             return rows[part.first : part.end]
-        ends = column.lengths.cumsum(0)
-        a, b = (int(torch.searchsorted(ends, at, right=True)) for at in (part.first, part.end))
-        lengths = column.lengths[a:b]
-        starts = (x.lengths.cumsum(0) - x.lengths)[rows[a:b]]
-        inside = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
-        return starts.repeat_interleave(lengths) + inside
-
-
-class Incoming:
-    """A message on its way in: where its pieces go, and the batch that they make up."""
-
-    def __init__(self, form: Form, device: torch.device) -> None:
-        self.form = form
-        self._streams = {
-            kind: torch.empty(size, dtype=torch.uint8, device="cpu" if kind == "cpu" else device)
-            for kind, size in ({"cpu": 0} | form.sizes()).items()
-        }
-
-    def place(self, piece: Piece) -> Tensor:
-        """Where to put a piece."""
-        return self._streams[piece.device][piece.start : piece.end]
-
-    def batch(self) -> Batch:
-        """The rows, once all pieces have come."""
-        out = Batch(TensorDict({}, batch_size=[self.form.rows]))
-        for column, start in zip(self.form.columns, self.form.starts(), strict=True):
-            data = self._streams[column.device][start : start + column.size]
-            if column.kind == "objects":
-                out.objects[column.name] = pickle.loads(data.numpy().tobytes())
-                continue
-            values = data.view(column.dtype).reshape(-1, *column.shape)
-            out[column.name] = values if column.kind == "row" else Ragged(values, column.lengths)
-        return out
+        a, b = column.rows_of(part)
+        return spread((x.lengths.cumsum(0) - x.lengths)[rows[a:b]], column.lengths[a:b])
 
 
 def whole(batch: Batch) -> Tensor:
@@ -240,11 +300,29 @@ def whole(batch: Batch) -> Tensor:
 
 
 def read(data: Tensor) -> Batch:
-    """The inverse of `whole`."""
+    """The inverse of `whole`; the columns are views of a copy."""
     at = 8 + int(data[:8].clone().view(torch.int64))
-    message = Incoming(Form.unpack(data[8:at]), torch.device("cpu"))
-    message.place(Piece("cpu", 0, len(data) - at, ())).copy_(data[at:])
-    return message.batch()
+    form, stream = Form.unpack(data[8:at]), data[at:].clone()
+    out = Batch.empty_like(form.rows)
+    for column, start in zip(form.columns, form.starts(), strict=True):
+        part = stream[start : start + column.size]
+        if column.kind == "objects":
+            out.objects[column.name] = pickle.loads(part.numpy().tobytes())
+            continue
+        values = part.view(column.dtype).reshape(-1, *column.shape)
+        out[column.name] = values if column.kind == "row" else Ragged(values, column.lengths)
+    return out
+
+
+def spread(starts: Tensor, lengths: Tensor) -> Tensor:
+    """The entries of rows that begin at `starts` [n] and have `lengths` [n], one after the other: int64 [entries]."""
+    inside = torch.arange(int(lengths.sum())) - (lengths.cumsum(0) - lengths).repeat_interleave(lengths)
+    return starts.repeat_interleave(lengths) + inside
+
+
+def readable(x: Tensor) -> bool:
+    """Whether another process may find it in memory: its own pages, not those that belong to a device's driver."""
+    return x.is_contiguous() and not x.is_pinned()
 
 
 def _place(column: Column) -> tuple[str, int, str]:

@@ -1,6 +1,6 @@
 """What the pools tell each other at the borders of a step. Inside a pool all ranks know the same."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,9 @@ def together(mine: Mapping[str, Any], runtime: Runtime) -> dict[str, Any]:
         return dict(mine)
     home = runtime.layout("actor").pool
     known: dict[str, Any] = {}
-    for pool in sorted(pools.values(), key=lambda pool: pool.name != home):
-        known = _join(known, runtime.job.say(mine, pool.ranks[0]))
+    order = sorted(pools.values(), key=lambda pool: pool.name != home)
+    for said in runtime.job.hear(mine, [pool.ranks[0] for pool in order]):
+        known = _join(known, said)
     return known
 
 
@@ -35,9 +36,22 @@ def _join(one: dict[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 def largest(mine: Mapping[str, float], runtime: Runtime) -> dict[str, float]:
     """The largest value of each name over the pools: a phase lasts as long as where it lasts longest."""
-    said = together({runtime.pool.name: dict(mine)}, runtime)
-    names = {name: None for values in said.values() for name in values}  # in order, each once
-    return {name: max(values[name] for values in said.values() if name in values) for name in names}
+    return together_and_largest({}, [mine], runtime)[1][0]
+
+
+def together_and_largest(
+    known: Mapping[str, Any], measured: Sequence[Mapping[str, float]], runtime: Runtime
+) -> tuple[dict[str, Any], list[dict[str, float]]]:
+    """`together` of what is known and `largest` of each thing that was measured, in one meeting."""
+    here = {runtime.pool.name: {str(i): dict(values) for i, values in enumerate(measured)}}
+    said = together({"known": dict(known), "measured": here}, runtime)
+    pools = list(said["measured"].values())
+    return said["known"], [_largest([pool[str(i)] for pool in pools]) for i in range(len(measured))]
+
+
+def _largest(found: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    names = {name: None for values in found for name in values}  # in order, each once
+    return {name: max(values[name] for values in found if name in values) for name in names}
 
 
 class Idle:

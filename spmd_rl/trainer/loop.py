@@ -20,7 +20,7 @@ from spmd_rl.observe.timer import Timer
 from spmd_rl.observe.tracking import Trackers
 from spmd_rl.roles.residency import Residency
 from spmd_rl.runtime.bootstrap import Runtime
-from spmd_rl.trainer.border import Idle, largest, together
+from spmd_rl.trainer.border import Idle, together, together_and_largest
 from spmd_rl.trainer.checkpoint import Checkpointer, read_state
 
 
@@ -157,10 +157,9 @@ class Loop(ABC):
 
     def _together(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The step's metrics of all pools, with its times, its swaps, and its peaks beside the plan's."""
-        metrics = together({**metrics, **self.idle.take()}, self.runtime)
-        seconds = largest(self.timer.take(), self.runtime)
-        peaks = largest(self.peaks.take(self.runtime.everyone), self.runtime)
-        swaps = largest(self.residency.take(), self.runtime)
+        measured = [self.timer.take(), self.peaks.take(self.runtime.everyone), self.residency.take()]
+        known = {**metrics, **self.idle.take()}
+        metrics, (seconds, peaks, swaps) = together_and_largest(known, measured, self.runtime)
         memory = peaks | against_plan(peaks, self.runtime.plan.timed_peaks)
         return metrics | self._timing(metrics, seconds) | memory | swaps
 

@@ -1,9 +1,11 @@
 """What the ranks of a test's world do with process groups and batches."""
 
+import os
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,11 +17,12 @@ from spmd_rl.data.batch import Batch, Ragged
 from spmd_rl.ranked import plan_of
 from spmd_rl.roles.model import merge_over, sum_over
 from spmd_rl.runtime import exchange as exchanges
+from spmd_rl.runtime import messages, peer_memory
 from spmd_rl.runtime.bootstrap import Runtime, start, stop
 from spmd_rl.runtime.bridge import Edge
 from spmd_rl.runtime.environment import read_environment
 from spmd_rl.runtime.exchange import exchange, gather, with_columns
-from spmd_rl.runtime.messages import Form, Outgoing
+from spmd_rl.runtime.messages import Outgoing
 from spmd_rl.runtime.remote import Remote
 from spmd_rl.topology.edges import ExchangeEdge
 from spmd_rl.topology.layout import Layout, RoleLayout
@@ -79,37 +82,46 @@ def folded(role: str, pool: str, fold: tuple[int, int]) -> RoleLayout:
 
 
 @contextmanager
-def counted_sends() -> Iterator[Counter[int]]:
-    """Bytes that this rank really sends to each member over any group, headers left out, by the member's job rank."""
-    sent: Counter[int] = Counter()
-    isend, pack, headers = dist.isend, Form.pack, set[int]()
+def counted() -> Iterator[tuple[Counter[int], Counter[int]]]:
+    """Bytes that this rank really sends to each member over any group, and that it reads of each process's memory."""
+    sent, read = Counter[int](), Counter[int]()
+    isend, readv = dist.isend, peer_memory.read
 
     def send(tensor: Any, group: Any, group_dst: int) -> Any:
-        if id(tensor) not in headers:
-            sent[group_dst] += tensor.numel() * tensor.element_size()
+        sent[group_dst] += tensor.numel() * tensor.element_size()
         return isend(tensor, group=group, group_dst=group_dst)
 
-    def noted(self: Form) -> Any:
-        header = pack(self)
-        headers.add(id(header))
-        kept.append(header)  # so that no other tensor gets its id
-        return header
+    def reads(pid: int, sources: Any, targets: Any, sizes: Any) -> None:
+        read[pid] += int(sizes.sum())
+        readv(pid, sources, targets, sizes)
 
-    kept: list[Any] = []
-    dist.isend, Form.pack = send, noted  # type: ignore[assignment,method-assign]
+    dist.isend, peer_memory.read = send, reads
     try:
-        yield sent
+        yield sent, read
     finally:
-        dist.isend, Form.pack = isend, pack  # type: ignore[assignment,method-assign]
+        dist.isend, peer_memory.read = isend, readv
 
 
-def move_batches(seeds: list[int], *overrides: str) -> list[str]:
+@contextmanager
+def blind(ranks: Sequence[int]) -> Iterator[None]:
+    """These ranks may read nobody's memory."""
+    readv = peer_memory._readv
+    if read_environment().rank in ranks:
+        peer_memory._readv = lambda *_: -1
+    try:
+        yield
+    finally:
+        peer_memory._readv = readv
+
+
+def move_batches(seeds: list[int], blinded: list[int], *overrides: str) -> list[str]:
     """Exchange random batches that every rank knows whole between all layouts of two pools; what came out wrong.
 
-    Values, types and order must be those of the whole batch, and the bytes over each link the plan's.
+    Values, types and order must be those of the whole batch, and the bytes over each link the plan's: read from memory,
+    but sent where one of the two is blinded.
     """
     wrong = []
-    with runtime(*overrides) as here:
+    with runtime(*overrides) as here, blind(blinded):
         edge = here.edge("actor", "ref")
         for seed in seeds:
             for there, back in ((0, 1), (1, 0)):
@@ -119,11 +131,11 @@ def move_batches(seeds: list[int], *overrides: str) -> list[str]:
                         layouts = folded("one", pools[0].name, one), folded("other", pools[1].name, other)
                         planned = Edge(ExchangeEdge("rows", *layouts, pools), edge.bridge, edge.inside)
                         case = f"seed {seed}, {pools[0].name} {one} to {pools[1].name} {other}"
-                        wrong += [f"{case}: {what}" for what in move_one(random.Random(seed), planned, here)]
+                        wrong += [f"{case}: {what}" for what in move_one(random.Random(seed), planned, here, blinded)]
     return wrong
 
 
-def move_one(rng: random.Random, edge: Edge, here: Runtime) -> list[str]:
+def move_one(rng: random.Random, edge: Edge, here: Runtime, blinded: list[int]) -> list[str]:
     """One exchange from random holders to random wants; what is wrong with it."""
     source, target = edge.plan.source, edge.plan.target
     whole = some_batch(rng, rng.choice([0, 1, 2, 5, 40]))
@@ -138,7 +150,7 @@ def move_one(rng: random.Random, edge: Edge, here: Runtime) -> list[str]:
     batch: Batch | Remote = Remote(("one",))
     if me in edge.plan.pools[0]:
         batch = whole.select([i for i, row in enumerate(whole["row_id"].tolist()) if owner[row] == me])
-    with counted_sends() as sent:
+    with counted() as (sent, read):
         got = exchange(batch, parts, edge)
     wrong = []
     if me in edge.plan.pools[1]:
@@ -148,11 +160,16 @@ def move_one(rng: random.Random, edge: Edge, here: Runtime) -> list[str]:
         wrong = ["rows came to a rank outside"]
     if not whole.objects:  # how many bytes the objects of a message take is pickle's affair
         links = edge.plan.route(parts).links(owner, row_bytes(whole))
-        to = Counter({there: count for (sender, there), count in links.items() if sender == me})
+        apart = {link: count for link, count in links.items() if set(link) & set(blinded)}
         handing_on = edge.plan.crosses and me not in edge.plan.pools[0]
         members = edge.inside.members if handing_on else edge.bridge.members
-        by_rank = Counter({members[place]: count for place, count in sent.items()})
-        wrong += [] if by_rank == to else [f"sent {by_rank}, planned {to}"]
+        over = {(me, members[place]): count for place, count in sent.items() if count}
+        pids = {pid: b.members[place] for b in (edge.bridge, edge.inside) for place, pid in b.near.items()}
+        into = {(pids[pid], me): count for pid, count in read.items()}
+        planned = {link: count for link, count in apart.items() if link[0] == me}
+        wrong += [] if over == planned else [f"sent {over}, planned {planned}"]
+        planned = {link: count for link, count in links.items() if link[1] == me and link not in apart}
+        wrong += [] if into == planned else [f"read {into}, planned {planned}"]
     return wrong
 
 
@@ -186,9 +203,9 @@ def gather_batches(seeds: list[int], *overrides: str) -> list[str]:
     return wrong
 
 
-def move_in_pieces(limit: int) -> list[str]:
-    """One exchange of long rows, in many pieces of at most `limit` bytes (but for a single row)."""
-    with runtime() as here:
+def move_in_pieces(limit: int, blinded: list[int]) -> list[str]:
+    """One exchange of long rows, in many pieces or runs of at most `limit` bytes (but for a single row of a piece)."""
+    with runtime() as here, blind(blinded):
         whole = some_batch(random.Random(5), 30)
         whole["long"] = Ragged(torch.arange(30 * 50), torch.full((30,), 50))
         size, me = here.pool.size, here.pool_rank
@@ -197,16 +214,42 @@ def move_in_pieces(limit: int) -> list[str]:
         sizes = [p.end - p.start for p in message.form.pieces()]
         parts = [whole["row_id"][torch.randperm(30, generator=torch.Generator().manual_seed(d))] for d in range(size)]
         edge = here.edge("actor", "actor")
-        before, exchanges.LIMIT, exchanges.LEAST = (exchanges.LIMIT, exchanges.LEAST), limit, limit
+        before = exchanges.LIMIT, exchanges.LEAST, peer_memory.RUN, peer_memory.VECTORS, messages.COARSE
+        exchanges.LIMIT = exchanges.LEAST = peer_memory.RUN = limit
+        peer_memory.VECTORS, messages.COARSE = 3, 8
         try:
             got = exchange(mine, [p.tolist() for p in parts], edge)
         finally:
-            exchanges.LIMIT, exchanges.LEAST = before
+            exchanges.LIMIT, exchanges.LEAST, peer_memory.RUN, peer_memory.VECTORS, messages.COARSE = before
         place = {int(r): i for i, r in enumerate(whole["row_id"].tolist())}
         wrong = differences(got, whole.select([place[int(r)] for r in parts[me]])) if isinstance(got, Batch) else ["?"]
         if max(sizes) > max(limit, 50 * 8) or len(sizes) < len(mine):
             wrong.append(f"pieces of {sizes} bytes")
         return wrong
+
+
+def leave_nothing(times: int) -> dict[str, Any]:
+    """What this process holds more of after so many exchanges than after the first one, and the bytes it read."""
+    with runtime() as here:
+        edge, mine = here.edge("actor", "actor"), some_batch(random.Random(here.pool_rank), 4)
+        mine["row_id"] = torch.arange(4) + 4 * here.pool_rank
+        mine["long"] = Ragged(torch.zeros(2**20, dtype=torch.int64), torch.full((4,), 2**18))
+        parts = [list(range(4 * here.pool.size))] * here.pool.size
+
+        def held() -> dict[str, Any]:
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            return {
+                "fds": set(os.listdir("/proc/self/fd")),
+                "shared": {line.split()[-1] for line in maps if "/dev/shm/" in line or "memfd:" in line},
+                "bytes": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
+            }
+
+        exchange(mine, parts, edge)
+        before = held()
+        with counted() as (_, read):
+            for _ in range(times):
+                exchange(mine, parts, edge)
+        return {name: now - before[name] for name, now in held().items()} | {"read": read.total()}
 
 
 def _said(act: Callable[[], Any]) -> str:

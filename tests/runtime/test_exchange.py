@@ -27,7 +27,13 @@ POOLS = {
 @pytest.mark.parametrize("case", POOLS)
 def test_random_ragged_batches_arrive_whole_and_in_order(worlds: Worlds, case: str) -> None:
     size, overrides = POOLS[case]
-    assert worlds[size].run(ranks.move_batches, list(range(12)), *overrides) == [[]] * size
+    assert worlds[size].run(ranks.move_batches, list(range(12)), [], *overrides) == [[]] * size
+
+
+@pytest.mark.parametrize(("case", "blinded"), [("2", [0, 1]), ("2+2", [2]), ("1+3", [0]), ("3+1", [0, 1, 2])])
+def test_ranks_that_may_not_read_each_other_send(worlds: Worlds, case: str, blinded: list[int]) -> None:
+    size, overrides = POOLS[case]
+    assert worlds[size].run(ranks.move_batches, list(range(6)), blinded, *overrides) == [[]] * size
 
 
 @pytest.mark.parametrize("case", ["1", "4", "1+1", "3+1"])
@@ -36,8 +42,16 @@ def test_everybody_hears_of_all_rows(worlds: Worlds, case: str) -> None:
     assert worlds[size].run(ranks.gather_batches, list(range(20)), *overrides) == [[]] * size
 
 
-def test_long_columns_go_in_pieces(worlds: Worlds) -> None:
-    assert worlds[2].run(ranks.move_in_pieces, 100) == [[]] * 2
+@pytest.mark.parametrize("blinded", [[], [1]], ids=["read", "sent"])
+def test_long_columns_go_in_pieces(worlds: Worlds, blinded: list[int]) -> None:
+    assert worlds[2].run(ranks.move_in_pieces, 100, blinded) == [[]] * 2
+
+
+def test_nothing_stays_behind(worlds: Worlds) -> None:
+    for left in worlds[2].run(ranks.leave_nothing, 10):
+        assert left["read"] > 10 * 2**23
+        assert left["fds"] == left["shared"] == set()
+        assert left["bytes"] < 2 * 2**23
 
 
 def test_rows_that_nobody_or_two_ranks_hold(worlds: Worlds) -> None:
