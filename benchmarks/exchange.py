@@ -5,8 +5,8 @@
 Ray (in an environment of its own, which has torch, tensordict and numpy too): actors hold the batch, `ray.put` it, pass
 the reference, and others `ray.get` it: as the batch of torch tensors that it is (pickled), and at Ray's best, as a dict
 of numpy arrays, which are copied once into its shared memory and read there by all, by none written. An empty step is a
-call of every worker for each of CALLS, with a batch of no rows. Here: `exchange` over gloo between 1+1 and 2+2 ranks,
-rows in any order to whom they belong, and every meeting that the step of a separated rollout has, without a row. Writes
+call of every worker for each of CALLS, with a batch of no rows. Here: `exchange` between 1+1 and 2+2 ranks,
+each row to whom it belongs, and every meeting that the step of a separated rollout has, without a row. Writes
 benchmarks/results/exchange.json.
 """
 
