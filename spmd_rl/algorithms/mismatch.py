@@ -151,4 +151,4 @@ def _std(values: Tensor) -> Tensor:
 
 
 def _masked_std(values: Tensor, mask: Tensor) -> Tensor:
-    return (masked_mean(values.square(), mask) - masked_mean(values, mask).square()).clamp(min=0).sqrt()
+    return masked_mean((values - masked_mean(values, mask)).square(), mask).sqrt()

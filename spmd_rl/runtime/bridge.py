@@ -18,8 +18,8 @@ from spmd_rl.observe.processes import machine
 from spmd_rl.runtime import peer_memory
 from spmd_rl.topology.edges import ExchangeEdge
 
-FRAME = 8192
-"""Bytes of a message that travel with its length; only what is longer takes a second call."""
+FRAME, FRAMES = 8 * 2**10, 2**20
+"""Bytes of one member's frame at most, and about those of all of them together."""
 
 
 @dataclass
@@ -69,35 +69,43 @@ class Bridge:
         reads = [from_bytes(m) for m in self.all_gather(to_bytes(mine))]  # after it, nobody reads the mark any more
         return {peer: said[peer][1] for peer in mine if self.me in reads[peer]}
 
+    @cached_property
+    def frame(self) -> int:
+        """Bytes of a frame: the length of a message and its first bytes; only what is longer takes a second call."""
+        return max(64, min(FRAME, FRAMES // len(self.members) // 8 * 8))
+
     def all_to_all(self, messages: Mapping[int, Tensor]) -> dict[int, Tensor]:
         """Give each of these members its bytes (uint8, any length); what was given to this rank, by member.
 
         Where ranks wait for each other. A message of no bytes is none.
         """
-        sent = torch.stack([_framed(messages.get(peer, NOTHING)) for peer in range(len(self.members))])
+        sent = torch.zeros(len(self.members), self.frame, dtype=torch.uint8)
+        for peer, data in messages.items():
+            _fill(sent[peer], data)
         received = torch.empty_like(sent)
         with self.waits():
             dist.all_to_all_single(received, sent, group=self.group)
-        found = {peer: _unframed(frame) for peer, frame in enumerate(received) if _length(frame)}
-        rest = [(data[_SHORT:], peer) for peer, data in found.items() if len(data) > _SHORT]
-        wait(self.post([(data[_SHORT:], peer) for peer, data in messages.items() if len(data) > _SHORT], rest))
+        found = {peer: _begun(received[peer]) for peer in received[:, :8].any(1).nonzero().flatten().tolist()}
+        short = self.frame - 8
+        rest = [(data[short:], peer) for peer, data in found.items() if len(data) > short]
+        wait(self.post([(data[short:], peer) for peer, data in messages.items() if len(data) > short], rest))
         return found
 
     def all_gather(self, data: Tensor) -> list[Tensor]:
         """Every member's bytes (uint8, any length each), in the group's order. For small things."""
-        mine = _framed(data)
+        mine = _fill(torch.zeros(self.frame, dtype=torch.uint8), data)
         frames = [torch.empty_like(mine) for _ in self.members]
         with self.waits():
             dist.all_gather(frames, mine, group=self.group)
-        found = [_unframed(frame) for frame in frames]
-        widest = max(len(part) for part in found) - _SHORT
+        found, short = [_begun(frame) for frame in frames], self.frame - 8
+        widest = max(len(part) for part in found) - short
         if widest > 0:
             rest = torch.zeros(widest, dtype=torch.uint8)
-            rest[: max(0, len(data) - _SHORT)] = data[_SHORT:]
+            rest[: max(0, len(data) - short)] = data[short:]
             rests = [torch.empty_like(rest) for _ in found]
             dist.all_gather(rests, rest, group=self.group)
             for part, more in zip(found, rests, strict=True):
-                part[_SHORT:] = more[: max(0, len(part) - _SHORT)]
+                part[short:] = more[: max(0, len(part) - short)]
         return found
 
     def any(self, here: bool) -> bool:
@@ -115,17 +123,17 @@ class Bridge:
         """The same of several members, at one time; in the order of `speakers`."""
         places = [self.place[speaker] for speaker in speakers]
         mine = to_bytes(value) if self.me in places else NOTHING
-        frames = [_framed(mine) for _ in places]  # overwritten by those that others send
+        frames = [_fill(torch.zeros(self.frame, dtype=torch.uint8), mine) for _ in places]  # others' are written over
         with self.waits():
             works = [
                 dist.broadcast(frame, group=self.group, group_src=place, async_op=True)
                 for frame, place in zip(frames, places, strict=True)
             ]
             wait(works)
-        found = [mine if place == self.me else _unframed(f) for f, place in zip(frames, places, strict=True)]
+        found = [mine if place == self.me else _begun(f) for f, place in zip(frames, places, strict=True)]
         for data, place in zip(found, places, strict=True):
-            if len(data) > _SHORT:
-                dist.broadcast(data[_SHORT:], group=self.group, group_src=place)
+            if len(data) > self.frame - 8:
+                dist.broadcast(data[self.frame - 8 :], group=self.group, group_src=place)
         return [from_bytes(data) for data in found]
 
     def post(self, sends: Sequence[tuple[Tensor, int]], receives: Sequence[tuple[Tensor, int]]) -> list[Work]:
@@ -156,26 +164,20 @@ class Edge:
     inside: Bridge
 
 
-_SHORT = FRAME - 8
 NOTHING = torch.empty(0, dtype=torch.uint8)
 
 
-def _framed(data: Tensor) -> Tensor:
-    """uint8 [FRAME]: the length, and as much of the bytes as fits."""
-    frame = torch.zeros(FRAME, dtype=torch.uint8)
+def _fill(frame: Tensor, data: Tensor) -> Tensor:
+    """The frame, with how long the data is and as many of its bytes as fit."""
     frame[:8] = torch.tensor([len(data)]).view(torch.uint8)
-    frame[8 : 8 + len(data)] = data[:_SHORT]
+    frame[8 : 8 + len(data)] = data[: len(frame) - 8]
     return frame
 
 
-def _length(frame: Tensor) -> int:
-    return int(frame[:8].view(torch.int64))
-
-
-def _unframed(frame: Tensor) -> Tensor:
-    """The bytes, of which those that did not fit are still to come."""
-    data = torch.empty(_length(frame), dtype=torch.uint8)
-    data[:_SHORT] = frame[8 : 8 + len(data)]
+def _begun(frame: Tensor) -> Tensor:
+    """The data, of which the bytes that did not fit are still to come."""
+    data = torch.empty(int(frame[:8].view(torch.int64)), dtype=torch.uint8)
+    data[: len(frame) - 8] = frame[8 : 8 + len(data)]
     return data
 
 

@@ -50,7 +50,7 @@ ENDS = {
     processes.STOPPED: "is stopped (SIGSTOP, or a debugger)",
 }
 """What a neighbour sees of a rank that does not speak."""
-COLLECTIVE = re.compile(r"gloo|nccl|connection (closed|reset)|timed out|socket", re.IGNORECASE)
+COLLECTIVE = re.compile(r"gloo|nccl|process_vm_readv|connection (closed|reset)|timed out|socket", re.IGNORECASE)
 
 
 class Liveness:

@@ -228,6 +228,31 @@ def move_in_pieces(limit: int, blinded: list[int]) -> list[str]:
         return wrong
 
 
+def talk(seeds: list[int]) -> list[str]:
+    """Messages of all lengths around a frame's, over all meetings of a bridge; which did not arrive as they were."""
+    wrong = []
+    with runtime() as here:
+        job, n = here.job, here.job.group.size()
+        lengths = [0, 1, job.frame - 9, job.frame - 8, job.frame - 7, 3 * job.frame]
+        for seed in seeds:
+            rng = random.Random(seed)
+            said = [
+                [torch.full((rng.choice(lengths),), rng.randrange(256), dtype=torch.uint8) for _ in range(n)]
+                for _ in range(n)
+            ]
+            got = job.all_to_all({peer: data for peer, data in enumerate(said[job.me]) if peer != job.me})
+            to_me = {peer: said[peer][job.me] for peer in range(n) if peer != job.me and len(said[peer][job.me])}
+            if got.keys() != to_me.keys() or not all(torch.equal(got[peer], data) for peer, data in to_me.items()):
+                wrong.append(f"seed {seed}: all_to_all")
+            if not all(map(torch.equal, job.all_gather(said[job.me][0]), [row[0] for row in said])):
+                wrong.append(f"seed {seed}: all_gather")
+            texts = [str(row[0].tolist()) for row in said]
+            speakers = rng.sample(range(n), rng.randint(1, n))
+            if job.hear(texts[job.me], speakers) != [texts[speaker] for speaker in speakers]:
+                wrong.append(f"seed {seed}: hear")
+    return wrong
+
+
 def leave_nothing(times: int) -> dict[str, Any]:
     """What this process holds more of after so many exchanges than after the first one, and the bytes it read."""
     with runtime() as here:

@@ -47,6 +47,10 @@ def test_long_columns_go_in_pieces(worlds: Worlds, blinded: list[int]) -> None:
     assert worlds[2].run(ranks.move_in_pieces, 100, blinded) == [[]] * 2
 
 
+def test_messages_of_any_length(worlds: Worlds) -> None:
+    assert worlds[4].run(ranks.talk, list(range(20))) == [[]] * 4
+
+
 def test_nothing_stays_behind(worlds: Worlds) -> None:
     for left in worlds[2].run(ranks.leave_nothing, 10):
         assert left["read"] > 10 * 2**23

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from spmd_rl.runtime import peer_memory
+from spmd_rl.runtime.liveness import cause_of
 
 HOLDER = """
 import sys
@@ -57,6 +58,7 @@ def test_another_process_is_read_until_it_ends() -> None:
     with pytest.raises(OSError, match=f"process {pid}: No such process") as found:
         peer_memory.read(int(pid), np.array([int(address)]), np.array([one.ctypes.data]), np.array([1]))
     assert found.value.errno == errno.ESRCH
+    assert cause_of(found.value) == "collective"  # who reads it is not to blame
 
 
 def test_memory_that_is_not_there() -> None:
