@@ -29,6 +29,13 @@ class LoraConfig:
     target_modules: list[str] = field(default_factory=lambda: ["all-linear"])
     """Names of the adapted modules."""
 
+    def takes_experts(self) -> str:
+        """What is wrong with `target_modules` on a model with experts, unless they are the attention's."""
+        return (
+            f"model.lora.target_modules={self.target_modules} takes in the experts, which lie in one tensor a "
+            "layer and get no adapters here; name the attention's: [q_proj,k_proj,v_proj,o_proj]"
+        )
+
 
 @dataclass
 class ModelConfig:

@@ -18,7 +18,7 @@ from spmd_rl.models.names import Export
 def add_adapters(model: PreTrainedModel, config: LoraConfig) -> PreTrainedModel:
     """Put adapters into a model on the meta device, in place, and freeze the rest.
 
-    Raises ConfigError when peft is missing or no module goes by the names in `target_modules`.
+    Raises ConfigError when peft is missing, no module goes by the names in `target_modules`, or some are experts.
     """
     try:
         import peft
@@ -34,6 +34,8 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> PreTrainedModel:
         peft.inject_adapter_in_model(settings, model)
     except ValueError as error:
         raise ConfigError(f"model.lora.target_modules={targets}: {error}") from error
+    if any(".experts.base_layer." in name for name, _ in model.named_parameters()):
+        raise ConfigError(config.takes_experts())
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
     return model

@@ -16,6 +16,9 @@ def model_mistakes(config: Config, spec: RoleSpec, shape: ModelShape) -> list[st
     prefix = f"{config_path(spec)}.engine"
     if spec.engine.name == "megatron":
         return _megatron_mistakes(f"{prefix}.megatron", spec.engine.megatron, shape)
+    lora = config.model.lora
+    if spec.role == "actor" and lora.rank > 0 and shape.experts and "all-linear" in lora.target_modules:
+        return [lora.takes_experts()]
     return _ulysses_mistakes(f"{prefix}.fsdp.ulysses_size", spec.engine.fsdp.ulysses_size, shape)
 
 

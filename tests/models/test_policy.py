@@ -121,6 +121,20 @@ def test_adapters_alone_train_and_leave_merged(tmp_path: Path) -> None:
         add_adapters(build_meta(config), LoraConfig(rank=4, target_modules=["nowhere"]))
 
 
+def test_adapters_beside_experts(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"\['all-linear'\] takes in the experts"):
+        add_adapters(build_meta(moe()), LoraConfig(rank=4))
+    attention = LoraConfig(rank=4, target_modules=["q_proj", "k_proj", "v_proj", "o_proj"])
+    policy = filled(moe(), torch.float32, lora=attention)
+    with torch.no_grad():
+        for name, p in policy.named_parameters():
+            if ".lora_B." in name:
+                p.normal_(0, 0.1)
+    out = run(policy)
+    assert not torch.allclose(out, run(filled(moe(), torch.float32)), atol=1e-2)
+    assert torch.allclose(out, plain(exported(policy, tmp_path / "x", moe()).float()), atol=1e-5)
+
+
 @pytest.mark.parametrize("config", [llama(), moe()])
 def test_a_synced_copy_is_equal(config: PretrainedConfig) -> None:
     policy = filled(config, torch.float32)
