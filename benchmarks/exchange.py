@@ -66,11 +66,16 @@ def batch_of(mib: float, first: int) -> Any:
     return batch
 
 
-def repeated(act: Callable[[], Any], at_least: int = 5, seconds: float = 4.0) -> list[float]:
-    """Seconds of each call, after one that does not count."""
+def repeated(
+    act: Callable[[], Any],
+    at_least: int = 5,
+    seconds: float = 4.0,
+    agreed: Callable[[bool], bool] = lambda more: more,
+) -> list[float]:
+    """Seconds of each call, after one that does not count. `agreed`: ranks that act together go on together."""
     act()
     found: list[float] = []
-    while len(found) < at_least or (sum(found) < seconds and len(found) < 200):
+    while agreed(len(found) < at_least or (sum(found) < seconds and len(found) < 200)):
         start = time.perf_counter()
         act()
         found.append(time.perf_counter() - start)
@@ -118,7 +123,7 @@ def ours(out: Path) -> None:
             exchange(mine, parts, edge)
             dist.barrier(group=here.job.group)
 
-        results[f"{mib} MiB"] = summary(repeated(move), mib)
+        results[f"{mib} MiB"] = summary(repeated(move, agreed=here.job.any), mib)
     nothing: Batch | Remote = batch_of(1, 0).select([]) if here.plays("rollout") else Remote(("rollout",))
 
     def empty_step() -> None:
@@ -129,7 +134,7 @@ def ours(out: Path) -> None:
         here.job.any(False)  # stop
         together_and_largest({"loss": 1.0}, [{"update": 1.0}] * 3, here)
 
-    results["empty step"] = summary(repeated(empty_step, 50))
+    results["empty step"] = summary(repeated(empty_step, 50, agreed=here.job.any))
     if env.is_first:
         out.write_text(json.dumps(results))
     stop()
