@@ -93,20 +93,9 @@ class Bridge:
 
     def all_gather(self, data: Tensor) -> list[Tensor]:
         """Every member's bytes (uint8, any length each), in the group's order. For small things."""
-        mine = _fill(torch.zeros(self.frame, dtype=torch.uint8), data)
-        frames = [torch.empty_like(mine) for _ in self.members]
-        with self.waits():
-            dist.all_gather(frames, mine, group=self.group)
-        found, short = [_begun(frame) for frame in frames], self.frame - 8
-        widest = max(len(part) for part in found) - short
-        if widest > 0:
-            rest = torch.zeros(widest, dtype=torch.uint8)
-            rest[: max(0, len(data) - short)] = data[short:]
-            rests = [torch.empty_like(rest) for _ in found]
-            dist.all_gather(rests, rest, group=self.group)
-            for part, more in zip(found, rests, strict=True):
-                part[short:] = more[: max(0, len(part) - short)]
-        return found
+        others = [peer for peer in range(len(self.members)) if peer != self.me]
+        found = self.all_to_all(dict.fromkeys(others, data)) | {self.me: data}
+        return [found.get(peer, NOTHING) for peer in range(len(self.members))]
 
     def any(self, here: bool) -> bool:
         """Whether it holds on some member."""
