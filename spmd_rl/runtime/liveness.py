@@ -43,6 +43,8 @@ SECOND_S = 5.0
 """Within which the others get the message from whoever found the failure."""
 PATIENCE_S = 20.0
 """For an error that each rank finds by itself, or that another rank's end may have caused."""
+STDERR = 2
+"""`sys.stderr` may be something without a file."""
 LOST_RANK = 75
 """Exit status of a rank that ends because of another one: not its fault, a new start may help (EX_TEMPFAIL)."""
 ENDS = {
@@ -144,10 +146,10 @@ class Liveness:
         """SIGUSR1 has a rank write its Python stacks here, whatever it is doing."""
         file = None
         with suppress(OSError):  # a full disk, or one that may not be written to
-            if self.folder is not None and self.folder.is_dir():
-                (self.folder / "failures").mkdir(exist_ok=True)
+            if self.folder is not None:
+                (self.folder / "failures").mkdir(parents=True, exist_ok=True)  # rank 0 may not have come to it yet
                 file = os.open(self._stack_file(self.rank), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        faulthandler.register(signal.SIGUSR1, file=sys.stderr if file is None else file, all_threads=True)
+        faulthandler.register(signal.SIGUSR1, file=STDERR if file is None else file, all_threads=True)
         return file
 
     def _stack_file(self, rank: int) -> Path:
