@@ -8,6 +8,7 @@ options --start-method fork and --run-path). After a failure the next ranks are 
 import gc
 import importlib
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from functools import partial
 from io import TextIOWrapper
 from multiprocessing.synchronize import Event
+from pathlib import Path
 from typing import Any
 
 USER_ERROR = 2
@@ -32,7 +34,7 @@ def main(argv: list[str] | None = None) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, record
     from torch.distributed.run import parse_args, run
 
-    args = parse_args(sys.argv[1:] if argv is None else argv)
+    args, asked = parse_args(sys.argv[1:] if argv is None else argv), Politely(lambda *_: None)
     if args.module:
         args.training_script = importlib.import_module(args.training_script).__file__
         args.module, args.run_path, args.start_method = False, True, "fork"
@@ -41,6 +43,8 @@ def main(argv: list[str] | None = None) -> int:
             if isinstance(stream, TextIOWrapper):
                 stream.reconfigure(line_buffering=True)  # the ranks inherit it: torchrun starts Python with -u
         workers._wrap = partial(until_done, workers._wrap)
+        asked = Politely(workers._terminate_process_handler)
+        workers._terminate_process_handler = asked  # type: ignore[assignment]
         workers.logger.addFilter(said_already)
     gc.freeze()  # so that no rank looks there either, which would copy the memory that the ranks share
     gc.enable()
@@ -55,7 +59,39 @@ def main(argv: list[str] | None = None) -> int:
         finally:
             tempfile.tempdir = None
             gc.unfreeze()  # extension modules complain at the end of what is never let go
-    return 0
+    return 128 + asked.number if asked.number else 0
+
+
+class Politely:
+    """torchrun's answer to SIGTERM and SIGINT, but that the first one is passed on to ranks that know how to end well.
+
+    torchrun would give them 30 s, and a step can take longer. They get SIGUSR2, and torchrun waits for them as for any
+    that are done; a second signal, or one while a rank still starts, ends them torchrun's way.
+    """
+
+    def __init__(self, otherwise: Callable[[int, Any], None]) -> None:
+        self.otherwise, self.number = otherwise, 0
+
+    def __call__(self, number: int, frame: Any) -> None:
+        """The signal's handler."""
+        ranks = [rank.pid for rank in multiprocessing.active_children() if rank.pid]
+        known = number in (signal.SIGTERM, signal.SIGINT) and all(map(ends_well, ranks))
+        if self.number or not ranks or not known:
+            self.otherwise(number, frame)
+            return
+        self.number = number
+        for rank in ranks:
+            os.kill(rank, signal.SIGUSR2)
+
+
+def ends_well(pid: int) -> bool:
+    """Whether a process has a handler for SIGUSR2, which would end any other one (Linux)."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return False
+    caught = next((line.split()[1] for line in lines if line.startswith("SigCgt:")), "0")
+    return bool(int(caught, 16) >> (signal.SIGUSR2 - 1) & 1)
 
 
 def until_done(act: Callable[..., None], *args: Any) -> None:

@@ -132,5 +132,6 @@ def _rank(rank: int, size: int, pipe: Connection) -> None:
             answer = (True, function(*args))
         except BaseException:
             answer = (False, traceback.format_exc())
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a trainer's handler must not outlive its run
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # a trainer's handlers must not outlive its run
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         pipe.send_bytes(pickle.dumps(answer))

@@ -1,6 +1,5 @@
 """What every training loop does around its step: resume, validate, save, log, end. RL and SFT differ in `step` only."""
 
-import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -22,6 +21,7 @@ from spmd_rl.roles.residency import Residency
 from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.trainer.border import Idle, together, together_and_largest
 from spmd_rl.trainer.checkpoint import Checkpointer, read_state
+from spmd_rl.trainer.stop import StopRequest
 
 
 class Loop(ABC):
@@ -50,9 +50,7 @@ class Loop(ABC):
         self.fingerprint = dict(fingerprint)
         self.done = 0
         self.started = time.monotonic()
-        self.asked_to_stop = False
-        for number in (signal.SIGTERM, signal.SIGUSR2):
-            signal.signal(number, self._note_signal)
+        self.asked_to_stop = StopRequest(runtime.is_first)
 
     @abstractmethod
     def step(self, step: int) -> dict[str, float] | None:
@@ -84,7 +82,7 @@ class Loop(ABC):
                 self.end_of_data()
                 break
             self.done = number
-            ended = number == self.total_steps or self._on_any_rank(self.asked_to_stop or self._late())
+            ended = number == self.total_steps or self._on_any_rank(bool(self.asked_to_stop) or self._late())
             metrics = self._together(metrics)
             if self.checkpointer.pending and not self._on_any_rank(not self.checkpointer.written):
                 self.checkpointer.finish()
@@ -94,6 +92,21 @@ class Loop(ABC):
             if self._due(self.config.trainer.save_freq, number, ended):
                 self.save()
         self.checkpointer.finish()
+        if ended and self.done < self.total_steps:
+            self.trackers.say(self._why_ended())
+
+    def _why_ended(self) -> str:
+        """And what the same command will do."""
+        limit, save = self.config.trainer.time_limit_s, self.config.trainer.save_freq
+        why = (
+            f"trainer.time_limit_s={limit:g}"
+            if self._late()
+            else self.asked_to_stop.name or "another rank was asked to"
+        )
+        after = f"ended   after step {self.done} of {self.total_steps} ({why})"
+        if save < 0:
+            return f"{after}; nothing is saved (trainer.save_freq={save})"
+        return f"{after}; its checkpoint is saved, and with trainer.resume=auto the same command goes on"
 
     def end_of_data(self) -> None:
         """The last step turned out to be the last only afterwards: what is due at the end is done now."""
@@ -151,9 +164,6 @@ class Loop(ABC):
 
     def _on_any_rank(self, here: bool) -> bool:
         return self.runtime.job.any(here)
-
-    def _note_signal(self, number: int, frame: Any) -> None:
-        self.asked_to_stop = True
 
     def _together(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """The step's metrics of all pools, with its times, its swaps, and its peaks beside the plan's."""
