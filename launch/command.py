@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spmd_rl.cli import COMMANDS, RANKED
-from spmd_rl.config import ConfigError
+from spmd_rl.config import ConfigError, how_to_install
 from spmd_rl.config.load import parse_arguments, take_option
 
 from . import failure, torchrun
@@ -81,7 +81,7 @@ def on_slurm(spec: LaunchSpec, flags: set[str]) -> int:
     try:
         from . import slurm
     except ImportError as error:
-        raise ConfigError(f"--on slurm needs submitit ({error}): pip install 'spmd-rl[slurm]'") from error
+        raise ConfigError(f"--on slurm needs submitit ({error}); {how_to_install('slurm')}") from error
     if "--dry-run" in flags:
         print(slurm.text(spec), end="")
         return 0
@@ -96,7 +96,7 @@ def on_torchx(spec: LaunchSpec, flags: set[str]) -> int:
     try:
         from . import components
     except ImportError as error:
-        raise ConfigError(f"--on torchx needs torchx ({error}): pip install 'spmd-rl[torchx]'") from error
+        raise ConfigError(f"--on torchx needs torchx ({error}); {how_to_install('torchx')}") from error
     if spec.cluster.min_nodes is not None:
         raise ConfigError(
             f"cluster.min_nodes={spec.cluster.min_nodes} is torchrun's: a torchx job has all of its hosts"

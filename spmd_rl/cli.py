@@ -39,7 +39,7 @@ COMMANDS: dict[str, Command] = {
     "status": Command("spmd_rl.observe.status", "what every rank of a run does now, or what ended it"),
     "doctor": Command("spmd_rl.doctor", "what this machine has and what is missing"),
     "export": Command("spmd_rl.export", "write a checkpoint as a Hugging Face folder"),
-    "from-verl": Command("spmd_rl.config.from_verl", "translate a verl command line or script"),
+    "from-verl": Command("spmd_rl.topology.from_verl", "translate a verl command line or script"),
     "report": Command("spmd_rl.observe.report", "the end of a run in a few lines, and its curve"),
 }
 RANKED = ("train", "eval", "generate")

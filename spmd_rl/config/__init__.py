@@ -21,11 +21,17 @@ from spmd_rl.config.run import (
     TrainerConfig,
 )
 
-__all__ = ["Config", "ConfigError", "EngineConfig", "PoolConfig"]
+__all__ = ["Config", "ConfigError", "EngineConfig", "PoolConfig", "how_to_install"]
 
 
 class ConfigError(ValueError):
     """A mistake of the user's, found before a model is loaded: says what, with its values, and how to mend it."""
+
+
+def how_to_install(extra: str) -> str:
+    """How to get the packages of one of pyproject.toml's extras, for an error that says that one of them is missing."""
+    names = ",".join(dict.fromkeys(("quickstart", extra)))
+    return f"in the checkout: bash install.sh {names} (or pip install -e '.[{extra}]' -c constraints.txt)"
 
 
 @dataclass

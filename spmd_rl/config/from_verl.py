@@ -1,8 +1,7 @@
-"""`spmd-rl from-verl`: a verl command line or launch script in our words, with what has no counterpart and why."""
+"""A verl command line or launch script in our words, with what has no counterpart and why."""
 
 import re
 import shlex
-import sys
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -12,8 +11,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 
 from spmd_rl.config import ConfigError
-from spmd_rl.config.fields import find
-from spmd_rl.config.load import compose
+from spmd_rl.config.fields import find, nearest
 from spmd_rl.config.shell import Script, read_script, split_words
 from spmd_rl.config.verl_keys import ABSENT, DEFAULTS, IMPLIED, RENAMED, SFT_RENAMED
 from spmd_rl.config.verl_values import CONVERTED, Values
@@ -53,8 +51,8 @@ def translate(words: list[str], module: str = "") -> Translation:
             if reason is not None and value is not False:
                 made.implied.append((f"{key}={spell(value)}", reason))
             else:
-                known = reason or _reason(key, ABSENT) or "not one of the keys that this translator knows"
-                made.absent.append((f"{key}={spell(value)}", known))
+                why = reason or _reason(key, ABSENT) or _unknown(key, [*renamed, *CONVERTED, *IMPLIED, *ABSENT])
+                made.absent.append((f"{key}={spell(value)}", why))
     if is_sft and "data.train_batch_size" in made.values:
         made.values["actor.ppo_mini_batch_size"] = made.values["data.train_batch_size"]
     _follow(made)
@@ -90,23 +88,6 @@ def read(argv: list[str]) -> Script:
     text = argv[0] if len(argv) == 1 else shlex.join(argv)
     script = read_script(text)
     return script if script.module else Script(words=split_words(text.replace("\\\n", " ")))
-
-
-def main(argv: list[str]) -> int:
-    """`spmd-rl from-verl SCRIPT.sh` or `spmd-rl from-verl 'key=value …'`: 2 if the result is not valid."""
-    if not argv or argv[0] in ("-h", "--help"):
-        print("usage: spmd-rl from-verl SCRIPT.sh | spmd-rl from-verl 'actor_rollout_ref.actor.optim.lr=1e-6 …'")
-        return 0 if argv else 2
-    script = read(argv)
-    made = translate(script.words, script.module)
-    made.unsure = script.unsure
-    print(render(made, script.module))
-    try:
-        compose(made.overrides)
-    except ConfigError as error:
-        print(f"\nthe translation is not a valid config yet: {error}", file=sys.stderr)
-        return 2
-    return 0
 
 
 def spell(value: Any) -> str:
@@ -181,6 +162,16 @@ def _set(made: Translation, verl: str, key: str, value: Any) -> None:
 
 def _reason(key: str, table: dict[str, str]) -> str | None:
     return next((why for pattern, why in table.items() if fnmatchcase(key, pattern) or key == pattern), None)
+
+
+def _unknown(key: str, known: list[str]) -> str:
+    """Why a key is left out that no table has, with verl's key that may be meant: a like name in the same section, or
+    the same name in a section of a like name."""
+    section, _, name = key.rpartition(".")
+    parts = [other.rpartition(".") for other in known if "*" not in other]
+    near = [f"{section}.{like}" for like in nearest(name, [last for place, _, last in parts if place == section], 1)]
+    near = near or nearest(key, ["".join(part) for part in parts if part[2] == name], 1)
+    return "not one of the keys that this translator knows" + (f"; did you mean {near[0]}?" if near else "")
 
 
 def _convert(key: str, value: Any, given: Values, made: Translation) -> bool:

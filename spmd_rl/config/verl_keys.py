@@ -279,6 +279,7 @@ DEFAULTS: dict[str, str] = {
     "data.truncation": "error",
     f"{ACTOR}.ppo_mini_batch_size": "256",
     f"{ROLLOUT}.n": "1",
+    f"{ROLLOUT}.name": "vllm",
     f"{ROLLOUT}.tensor_model_parallel_size": "2",
     "critic.ppo_max_token_len_per_gpu": "32768",
     "trainer.total_epochs": "30",

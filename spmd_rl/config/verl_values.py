@@ -282,9 +282,9 @@ CONVERTED: dict[str, Conversion] = {
         "(none)", "it follows actor.router_replay", lambda key, value, given: NOTHING
     ),
     f"{ROLLOUT}.name": Conversion(
-        "rollout.name",
+        "rollout=…",
         "hf is transformers; sglang and trtllm become vllm",
-        lambda key, value, given: {"rollout.name": "transformers" if value == "hf" else "vllm"},
+        lambda key, value, given: {"rollout": "transformers" if value == "hf" else "vllm"},
     ),
     f"{ROLLOUT}.top_k": Conversion("rollout.top_k", "0 (all) is -1", _at_least("rollout.top_k", 1, -1)),
     f"{ROLLOUT}.do_sample": Conversion("rollout.temperature", "false is 0", _false({"rollout.temperature": 0.0})),

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from spmd_rl.config import ConfigError
+from spmd_rl.config import ConfigError, how_to_install
 
 PREFIX = "hf:"
 
@@ -18,7 +18,7 @@ def read_hub(name: str) -> Iterator[tuple[str, dict[str, Any]]]:
         from datasets import load_dataset
     except ImportError as error:
         raise ConfigError(
-            f"{name}: reading from the hub needs the package `datasets` (pip install spmd-rl[hub])"
+            f"{name}: reading from the hub needs the package `datasets`; {how_to_install('hub')}"
         ) from error
     try:
         dataset = load_dataset(path, config or None, split=split)

@@ -7,7 +7,7 @@ from importlib import import_module
 from types import ModuleType
 from typing import Any
 
-from spmd_rl.config import ConfigError
+from spmd_rl.config import ConfigError, how_to_install
 
 DATA_SOURCE = "reasoning_gym/"
 """Rows of task X have data_source `reasoning_gym/X`."""
@@ -31,7 +31,7 @@ def _reasoning_gym() -> ModuleType:
     try:
         import reasoning_gym
     except ImportError as error:
-        raise ConfigError("tasks by name need the package `reasoning-gym` (pip install spmd-rl[quickstart])") from error
+        raise ConfigError(f"tasks by name need the package `reasoning-gym`; {how_to_install('quickstart')}") from error
     finally:
         if isinstance(later, _Later):
             del sys.modules["cellpylib"]

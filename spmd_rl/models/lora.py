@@ -10,7 +10,7 @@ from functools import partial
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from spmd_rl.config import ConfigError
+from spmd_rl.config import ConfigError, how_to_install
 from spmd_rl.config.run import LoraConfig
 from spmd_rl.models.names import Export
 
@@ -23,7 +23,7 @@ def add_adapters(model: PreTrainedModel, config: LoraConfig) -> PreTrainedModel:
     try:
         import peft
     except ImportError as error:
-        raise ConfigError(f"model.lora.rank={config.rank} needs peft: pip install 'spmd-rl[lora]'") from error
+        raise ConfigError(f"model.lora.rank={config.rank} needs peft; {how_to_install('lora')}") from error
     targets = list(config.target_modules)
     settings = peft.LoraConfig(
         r=config.rank,

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
-from spmd_rl.config import ConfigError
+from spmd_rl.config import ConfigError, how_to_install
 from spmd_rl.data.tasks import DATA_SOURCE as TASK_SOURCE
 from spmd_rl.data.tasks import task_scorer
 from spmd_rl.rewards import answers
@@ -87,7 +87,7 @@ def import_math_verify() -> ModuleType:
         return importlib.import_module("math_verify")
     except ImportError as error:
         raise ConfigError(
-            "reward math_verify needs the package `math-verify` (pip install spmd-rl[quickstart])"
+            f"reward math_verify needs the package `math-verify`; {how_to_install('quickstart')}"
         ) from error
 
 

@@ -6,7 +6,6 @@ from types import ModuleType
 
 import pytest
 
-from spmd_rl.cli import main as cli
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.config.fields import find, is_free
 from spmd_rl.config.from_verl import Translation, quote, read, render, spell, translate
@@ -127,7 +126,7 @@ def test_verls_defaults_hold_where_ours_differ() -> None:
     config, _ = translated("actor_rollout_ref.model.path=org/model")
     assert config.algorithm.adv_estimator == "gae"
     assert (config.data.train_batch_size, config.actor.ppo_mini_batch_size, config.rollout.n) == (1024, 256, 1)
-    assert (config.rollout.infer_tp, config.trainer.total_epochs) == (2, 30)
+    assert (config.rollout.name, config.rollout.infer_tp, config.trainer.total_epochs) == ("vllm", 2, 30)
     assert config.data.overlong_prompts == "error"
 
 
@@ -137,7 +136,7 @@ def test_verls_defaults_hold_where_ours_differ() -> None:
         ("actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", {"actor.optim.schedule": "cosine"}),
         ("actor_rollout_ref.actor.optim.lr_warmup_steps=-1", {"actor.optim.warmup_steps": 0}),
         ("actor_rollout_ref.rollout.top_k=0", {"rollout.top_k": -1}),
-        ("actor_rollout_ref.rollout.name=hf", {"rollout.name": "transformers"}),
+        ("actor_rollout_ref.rollout.name=hf", {"rollout": "transformers"}),
         ("actor_rollout_ref.rollout.val_kwargs.do_sample=False", {"rollout.val_temperature": 0.0}),
         ("actor_rollout_ref.rollout.engine_kwargs.vllm.swap_space=4", {"rollout.engine_kwargs.swap_space": 4}),
         ("actor_rollout_ref.actor.strategy=fsdp2", {}),
@@ -169,7 +168,9 @@ def test_values_that_change(override: str, expected: dict[str, object]) -> None:
         ("actor_rollout_ref.actor.ppo_micro_batch_size=16", "max_tokens_per_micro_batch"),
         ("data.truncation=middle", "error, left and right only"),
         ("actor_rollout_ref.actor.fsdp_config.dtype=float16", "bfloat16 and float32 only"),
-        ("some.new_key=1", "not one of the keys"),
+        ("some.new_key=1", "not one of the keys that this translator knows"),
+        ("data.train_batchsize=64", "knows; did you mean data.train_batch_size?"),
+        ("actor_rollout_ref.actr.optim.lr=1e-6", "did you mean actor_rollout_ref.actor.optim.lr?"),
         ("actor_rollout_ref.actor.router_replay.mode=R2", "no R2: set actor.router_replay=rollout"),
         ("actor_rollout_ref.actor.router_replay.replay_file=x", "no files"),
     ],
@@ -199,25 +200,6 @@ def test_sft_command() -> None:
 @pytest.mark.parametrize("key", sorted({*RENAMED.values(), *SFT_RENAMED.values()}))
 def test_every_key_that_the_tables_name_is_a_key_of_ours(key: str) -> None:
     assert find(key) is not None or is_free(key)
-
-
-def test_a_script_from_a_file_through_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    script = tmp_path / "run.sh"
-    script.write_text(
-        "N=${N:-2}\nDATA=(\n  data.train_files=$HOME/a.parquet\n  data.train_batch_size=64\n)\n"
-        'python3 -m verl.trainer.main_ppo "${DATA[@]}" trainer.nnodes=$N actor_rollout_ref.hybrid_engine=True \\\n'
-        " ray_kwargs.ray_init.num_cpus=4 $@\n"
-    )
-    assert cli(["from-verl", str(script)]) == 0
-    shown = capsys.readouterr().out
-    assert "torchrun --nnodes 2" in shown
-    assert '"data.train.files=[$HOME/a.parquet]"' in shown
-    assert "ray_kwargs.ray_init.num_cpus=4: there is no Ray" in shown
-
-
-def test_a_translation_that_does_not_compose_is_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli(["from-verl", "actor_rollout_ref.rollout.n=0"]) == 2
-    assert "rollout.n=0 is out of range" in capsys.readouterr().err
 
 
 def test_reading() -> None:

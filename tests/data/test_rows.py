@@ -166,7 +166,7 @@ class TestTasks:
 
 def test_packages_that_are_not_there_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"needs the package `datasets` \(pip install spmd-rl\[hub\]\)"):
+    with pytest.raises(ConfigError, match=r"needs the package `datasets`; .*install\.sh quickstart,hub \("):
         load_rows(SourceConfig(files=["hf:openai/gsm8k:main:train"]), DataConfig())
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ConfigError, match="need the package `reasoning-gym`"):
