@@ -107,7 +107,7 @@ def ours(out: Path) -> None:
     torch.set_num_threads(1)
     env = read_environment()
     pair = env.world_size // 2
-    config = compose(["experiment=tiny", "rollout.pool=rollout", f"+pools.rollout.n_gpus_per_node={pair}"])
+    config = compose(["experiment=tiny", "rollout.pool=rollout", f"pools.rollout.n_gpus_per_node={pair}"])
     here = start(config, plan_of(config, env), env)
     edge, results = here.edge("rollout", "actor"), {}
 

@@ -35,7 +35,7 @@ from spmd_rl.runtime.environment import read_environment
 from spmd_rl.runtime.exchange import exchange
 from spmd_rl.runtime.remote import Remote
 
-APART = ["rollout.pool=rollout", "+pools.rollout.n_gpus_per_node=1"]
+APART = ["rollout.pool=rollout", "pools.rollout.n_gpus_per_node=1"]
 MIB = {"cuda": (16, 256, 2048), "cpu": (1, 4)}
 """Sizes of an exchanged batch."""
 MODELS = {"cuda": ("qwen3-0.6b", "qwen3-8b"), "cpu": ("tiny-digits",)}

@@ -3,5 +3,7 @@
 #
 #   bash examples/separated_rollout.sh [key=value …]
 set -euo pipefail
-spmd-rl train --nproc 2 experiment=tiny trainer.output_dir=outputs/separated_rollout \
-    +pools.rollout.n_gpus_per_node=1 rollout.pool=rollout trainer.schedule=one_step_off "$@"
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash install.sh quickstart
+exec .venv/bin/spmd-rl train --nproc 2 experiment=tiny trainer.output_dir=outputs/separated_rollout \
+    pools.rollout.n_gpus_per_node=1 rollout.pool=rollout trainer.schedule=one_step_off "$@"

@@ -4,6 +4,8 @@
 #
 #   bash examples/teacher.sh [key=value …]
 set -euo pipefail
-spmd-rl train --nproc 2 experiment=tiny trainer.output_dir=outputs/teacher \
-    model.random_init=true model.seed=7 +pools.teacher.n_gpus_per_node=1 teacher.pool=teacher \
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+bash install.sh quickstart
+exec .venv/bin/spmd-rl train --nproc 2 experiment=tiny trainer.output_dir=outputs/teacher \
+    model.random_init=true model.seed=7 pools.teacher.n_gpus_per_node=1 teacher.pool=teacher \
     teacher.enable=true teacher.path=tiny-digits teacher.top_k=16 teacher.reward_weight=0 "$@"

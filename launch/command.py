@@ -6,6 +6,7 @@ from pathlib import Path
 
 from spmd_rl.cli import COMMANDS, RANKED
 from spmd_rl.config import ConfigError, how_to_install
+from spmd_rl.config.choices import CHOICES
 from spmd_rl.config.load import parse_arguments, take_option
 
 from . import failure, torchrun
@@ -17,7 +18,7 @@ Plans the run, refuses an impossible one, then starts or submits it. The hosts a
 `cluster` (spmd-rl train --cfg help); a preset of it, e.g. cluster=slurm, is a good start.
 
   --on NAME       instead of cluster.launcher
-  --dry-run       print exactly what would be started or submitted
+  --dry-run       print exactly what would be started or submitted (for Slurm to read: launch/job.sbatch is to change)
   --follow        slurm, torchx: stay until the job has ended, with its log
   --node-rank N   torchrun with cluster.rendezvous=static: this host's number
   --failure DIR   no launch: show which rank failed first in a job's attempt (OUTPUT_DIR/slurm/JOB.attempts/N)
@@ -25,6 +26,8 @@ Plans the run, refuses an impossible one, then starts or submits it. The hosts a
 Exit code: 0 started, submitted or (--follow) ended well; 2 the run is impossible.
 """
 FLAGS = ("--dry-run", "--follow")
+OPTIONS = ("--on NAME", "--dry-run", "--follow", "--node-rank N", "--failure DIR")
+LAUNCHERS = CHOICES["cluster.launcher"]
 
 
 def main(argv: list[str]) -> int:
@@ -34,6 +37,8 @@ def main(argv: list[str]) -> int:
         print(failure.describe(Path(folder)) or f"no rank has failed in {folder}\n", end="")
         return 0
     rest, launcher = take_option(rest, "--on")
+    if launcher is not None and launcher not in LAUNCHERS:
+        raise ConfigError(f"--on {launcher} is unknown; known: {', '.join(LAUNCHERS)}")
     rest, node = take_option(rest, "--node-rank")
     if node is not None and not node.isdecimal():
         raise ConfigError(f"--node-rank {node} is not a host's number")
@@ -55,7 +60,7 @@ def read_spec(argv: list[str]) -> tuple[LaunchSpec | None, str]:
     if arguments.show is not None:
         print(USAGE if arguments.show == "usage" else arguments.text("spmd-rl launch"), end="")
         return None, ""
-    arguments.reject_others()
+    arguments.reject_others(*OPTIONS, *COMMANDS[name].options)
     config = arguments.config()
     return LaunchSpec.from_config(config, COMMANDS[name].module, words), config.cluster.launcher
 
@@ -69,11 +74,7 @@ def launch(spec: LaunchSpec, launcher: str, flags: set[str], node_rank: int | No
         return 0
     if node_rank is not None:
         raise ConfigError(f"--node-rank is for torchrun; {launcher} numbers the hosts by itself")
-    if launcher == "slurm":
-        return on_slurm(spec, flags)
-    if launcher == "torchx":
-        return on_torchx(spec, flags)
-    raise ConfigError(f"--on {launcher}: there are torchrun, slurm and torchx")
+    return on_slurm(spec, flags) if launcher == "slurm" else on_torchx(spec, flags)
 
 
 def on_slurm(spec: LaunchSpec, flags: set[str]) -> int:

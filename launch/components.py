@@ -1,7 +1,7 @@
 """torchx: the component `grpo`, and the same job for `spmd-rl launch --on torchx`.
 
     torchx run -s local_cwd launch/components.py:grpo experiment=tiny cluster.nodes=2 cluster.gpus_per_node=2
-    torchx run -s kubernetes -cfg queue=default launch/components.py:grpo cluster=kubernetes experiment=gsm8k
+    torchx run -s kubernetes -cfg queue=default launch/components.py:grpo cluster=kubernetes experiment=gsm8k …
 
 Hosts of one kind are one role; the ranks are numbered through the roles in order.
 """

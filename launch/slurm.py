@@ -56,6 +56,10 @@ if [[ -n $again && $(squeue --noheader --job "$SLURM_JOB_ID" --format %T | head 
 fi
 exit $status"""
 
+DRY_RUN = """\
+# To be read: the srun line loads what `spmd-rl launch` pickles when it submits. A script to change: launch/job.sbatch"""
+"""Under the script that is printed."""
+
 
 class Executor(SlurmExecutor):
     """submitit's, for a `LaunchSpec`; hosts of several kinds become a heterogeneous job."""
@@ -188,13 +192,13 @@ def task(spec: LaunchSpec) -> slurm_task.Task:
 
 
 def text(spec: LaunchSpec) -> str:
-    """The job script, as `submit` hands it to sbatch, and under it what its tasks run."""
+    """The job script, as `submit` hands it to sbatch with the pickle that its srun line loads, and what tasks run."""
     check(spec)
     executor = Executor(spec)
     if spec.cluster.links > 1:
         executor.parameters["map_count"] = spec.cluster.links
     script = executor._make_submission_file_text(executor._submitit_command_str, "")
-    return f"{script}\n# every task runs: {shlex.join(task(spec).command)}\n"
+    return f"{script}\n{DRY_RUN}\n# every task runs: {shlex.join(task(spec).command)}\n"
 
 
 def submit(spec: LaunchSpec) -> str:

@@ -106,10 +106,10 @@ def run_on_ranks(name: str, argv: list[str]) -> int:
     if shown is not None:
         print(shown, end="")
         return 0
+    arguments.reject_others("--nproc N", *COMMANDS[name].options)
     module = find_module(name)
     if nproc is None:
         return find_main(name)(argv)
-    arguments.reject_others()
     words = torchrun_words(module, argv, nproc)
     config = arguments.config() if name == "train" else only_sampling(arguments.config())
     if nproc.isdigit():

@@ -60,7 +60,7 @@ POOLS = {
 @pytest.mark.parametrize("name", POOLS)
 def test_roles_on_pools_of_their_own(name: str, worlds: Worlds, tmp_path: Path) -> None:
     text = (EXAMPLES / f"{name}.sh").read_text().replace("\\\n", " ")
-    (command,) = re.findall(r'^spmd-rl train --nproc 2 (.*) "\$@"$', text, re.MULTILINE)
+    (command,) = re.findall(r'^exec \.venv/bin/spmd-rl train --nproc 2 (.*) "\$@"$', text, re.MULTILINE)
     quick = ["trainer.total_training_steps=2", "data.val.task=null", "observe.trackers=[jsonl]"]
     assert worlds[2].run(train.main, [*shlex.split(command), *quick, f"trainer.output_dir={tmp_path}"]) == [0, 0]
     last: dict[str, Any] = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])

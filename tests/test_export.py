@@ -70,6 +70,13 @@ def test_bfloat16_shards_of_a_named_checkpoint(tmp_path: Path) -> None:
 def test_what_is_no_checkpoint_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="not a committed checkpoint"):
         find_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match=r"there is no folder .*nowhere$"):
+        find_checkpoint(tmp_path / "nowhere")
+    save_config(Config(), tmp_path / "config.yaml")
+    with pytest.raises(
+        ConfigError, match=r"has saved no checkpoint \(trainer.save_freq=-1: never; 0 saves at the end\)"
+    ):
+        find_checkpoint(tmp_path)
     saved_run(tmp_path, ModelConfig(path="tiny-digits"), steps=(1,))
     with pytest.raises(ConfigError, match=r"folder=.*config\.yaml cannot be written to \("):
         main([str(tmp_path), str(tmp_path / "config.yaml" / "out")])

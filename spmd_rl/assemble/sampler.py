@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from spmd_rl.assemble.model import Model, make_engine, make_rollout_engine
-from spmd_rl.config import Config
+from spmd_rl.config import Config, ConfigError
 from spmd_rl.data.prompts import Prompts
 from spmd_rl.data.rows import load_rows
 from spmd_rl.roles.rollout import Rollout
@@ -18,7 +18,10 @@ def wanted_checkpoint(config: Config, model: Model) -> Path | None:
     """
     if config.trainer.resume in ("auto", "never"):
         return None
-    folder = find_checkpoint(Path(config.trainer.resume))
+    try:
+        folder = find_checkpoint(Path(config.trainer.resume))
+    except ConfigError as error:
+        raise ConfigError(f"trainer.resume={config.trainer.resume}: {error}") from None
     check_fingerprint(folder, model.fingerprint)
     return folder
 

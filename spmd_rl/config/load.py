@@ -63,7 +63,7 @@ def compose(overrides: list[str], config_dirs: list[str | Path] | None = None) -
     try:
         composed = _hydra(path, rewritten)
     except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
-        problems.append(_first_lines(error))
+        problems.append(_said_by_hydra(error, known))
     return build(composed, problems)
 
 
@@ -131,12 +131,13 @@ class Arguments:
             return None
         return usage(command, self.config_dirs) if self.show == "usage" else as_yaml(self.config(), self.show == "help")
 
-    def reject_others(self) -> None:
-        """Raise ConfigError when an option was given that nobody takes."""
+    def reject_others(self, *own: str) -> None:
+        """Raise ConfigError when an option was given that nobody takes; `own`: the command's own, for the list."""
         if self.other:
+            options = ", ".join([*own, "--cfg job|help", "--config-dir DIR", "--help"])
             raise ConfigError(
-                f"unknown option {' '.join(self.other)}; options are --cfg job|help, --config-dir DIR, --help;"
-                " everything else is key=value or group=preset"
+                f"unknown option {' '.join(self.other)}; options are {options}; everything else is key=value or"
+                " group=preset"
             )
 
 
@@ -197,6 +198,9 @@ def _existing(directory: Path) -> Path:
 
 
 def _parse(text: str, problems: list[str]) -> Override | None:
+    if "=" not in text and not text.startswith("~"):
+        problems.append(f"{text!r} is not key=value or group=preset")
+        return None
     try:
         override = OverridesParser.create().parse_override(text)
     except HydraException as error:
@@ -302,6 +306,18 @@ def _unknown(key: str, value: Any) -> str:
     near = [found.describe() for found in map(find, nearest_keys(key)) if found is not None]
     lines = [f"unknown key {key}" + ("; did you mean" if near else "; `--cfg help` prints every key")]
     return "\n    ".join([*lines, *near])
+
+
+def _said_by_hydra(error: Exception, known: dict[str, list[str]]) -> str:
+    """Why presets and overrides could not be merged; `known` groups are what can be taken away as a whole."""
+    gone = re.search(r"Could not delete from config\. '(.+)' does not exist", str(error))
+    if gone is None:
+        return _first_lines(error)
+    whole = ", ".join(f"~{group}" for group in known)
+    return (
+        f"~{gone[1]} takes nothing away: no preset that is chosen here sets {gone[1]}; what can be deleted is a key"
+        f" that one sets, which goes back to its default, or a whole preset: {whole}"
+    )
 
 
 def _first_lines(error: Exception) -> str:

@@ -16,7 +16,7 @@ END = "<!-- end of the generated part -->"
 
 
 def presets() -> str:
-    """Config group, preset, and the first comment line of its file that is not a directive."""
+    """Config group, preset, and the first comment line of its file that is not a directive: a whole sentence."""
     rows = []
     for group, names in groups([packaged_configs()]).items():
         for name in names:

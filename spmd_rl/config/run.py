@@ -212,8 +212,8 @@ class TrainerConfig:
     mode: str = "rl"
     """rl | sft"""
     schedule: str = "colocated"
-    """colocated (rollout and actor share a pool) | sequential (pools of their own, in turn) | one_step_off (the next
-    step is sampled while this one is trained on)."""
+    """colocated (sample, then train) | sequential (the same; refuses a rollout on the actor's pool) | one_step_off (the
+    next step is sampled while this one is trained on)."""
     staleness: int = 1
     """one_step_off: how many steps the sampling is ahead of the training."""
     total_training_steps: int | None = None

@@ -32,7 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         if shown := arguments.text("spmd-rl doctor [--wait SECONDS]"):
             print(shown if env.is_first else "", end="")
             return 0
-        arguments.reject_others()
+        arguments.reject_others("--wait SECONDS")
         config = arguments.config()
     except ConfigError as error:
         print(f"error: {error}" if env.local_rank == 0 else "", file=sys.stderr)

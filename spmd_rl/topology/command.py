@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from spmd_rl.config import Config, ConfigError
-from spmd_rl.config.load import Arguments, parse_arguments
+from spmd_rl.config.load import parse_arguments
 from spmd_rl.topology.cluster import Cluster
 from spmd_rl.topology.document import document
 from spmd_rl.topology.page import page
@@ -30,6 +30,8 @@ Exit code: 0 planned, 2 the run is impossible (every mistake is listed, with its
 """
 VALUED = {"--html": True, "--rank": True, "--json": False, "--suggest": None, "--verify": None}
 """Option to whether it takes a value: True needs one, False may have one, None has none."""
+OPTIONS = ("--json [FILE]", "--html FILE", "--rank N", "--suggest", "--verify")
+"""The same as a user writes them."""
 
 
 @dataclass
@@ -56,10 +58,24 @@ def main(argv: list[str]) -> int:
         if text is not None:
             print(text)
             return 0
-        arguments.reject_others()
-        return _run(options, arguments)
+        arguments.reject_others(*OPTIONS)
+        config = arguments.config()
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    try:
+        cluster = Cluster.from_config(config)
+        if options.suggest:
+            print(suggest_text(config, cluster), end="")
+            return 0
+        plan = Plan.from_config(config, cluster)
     except ConfigError as error:
         print(f"impossible plan:\n{_bullets(str(error))}", file=sys.stderr)
+        return 2
+    try:
+        return _show(options, plan)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
         return 2
 
 
@@ -87,17 +103,11 @@ def _is_value(word: str) -> bool:
     return not word.startswith("--") and "=" not in word
 
 
-def _run(options: Options, arguments: Arguments) -> int:
-    config = arguments.config()
-    cluster = Cluster.from_config(config)
-    if options.suggest:
-        print(suggest_text(config, cluster), end="")
-        return 0
-    plan = Plan.from_config(config, cluster)
+def _show(options: Options, plan: Plan) -> int:
     for warning in plan.warnings:
         print(f"warning: {warning}", file=sys.stderr)
     if options.verify:
-        return _verify(config)
+        return _verify(plan.config)
     if options.rank is not None:
         if options.rank >= plan.world_size:
             raise ConfigError(f"--rank {options.rank}: the job has ranks 0..{plan.world_size - 1}")

@@ -24,6 +24,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from spmd_rl.config import ConfigError
+from spmd_rl.config.load import load_config
 from spmd_rl.config.run import CheckpointConfig
 from spmd_rl.runtime.bootstrap import Runtime
 from spmd_rl.runtime.bridge import from_bytes, to_bytes
@@ -70,10 +71,19 @@ def find_checkpoint(path: Path) -> Path:
 
     Raises ConfigError when there is none.
     """
-    newest = committed(path)
-    found = newest[-1] if newest else find_resume(str(path), path)
-    assert found is not None, "find_resume raises for a folder that is no checkpoint"
-    return found
+    if newest := committed(path):
+        return newest[-1]
+    if (path / "trainer.json").is_file():
+        return path
+    if not path.is_dir():
+        raise ConfigError(f"there is no folder {path}")
+    if (path / "config.yaml").is_file():
+        every = load_config(path / "config.yaml").trainer.save_freq
+        why = "never; 0 saves at the end" if every == -1 else "at the end" if every == 0 else f"every {every} steps"
+        raise ConfigError(f"{path} is a run that has saved no checkpoint (trainer.save_freq={every}: {why})")
+    inside = committed(path.parent)
+    hint = f"; committed beside it: {', '.join(map(str, inside))}" if inside else ""
+    raise ConfigError(f"{path} is not a committed checkpoint (no trainer.json in it), nor a run's output_dir{hint}")
 
 
 def read_state(folder: Path) -> dict[str, Any]:

@@ -140,8 +140,9 @@ def test_the_names_that_a_plan_knows_are_those_of_the_algorithms() -> None:
         ("rollout.n=4,8", ["several values", "[a,b]"]),
         ("hydra.run.dir=x", ["trainer.output_dir"]),
         ("trainer.output_dir=${nope.x}", ["nope.x", "not found"]),
-        ("rollout.n", ["cannot read the argument 'rollout.n'"]),
-        ("~rollout.n", ["rollout.n"]),
+        ("rollout.n", ["'rollout.n' is not key=value or group=preset"]),
+        ("rollout.n=[1", ["cannot read the argument 'rollout.n=[1'"]),
+        ("~pools", ["~pools takes nothing away: no preset", "or a whole preset: ~algorithm, ~cluster", "~rollout"]),
     ],
 )
 def test_mistakes_name_the_key_and_the_way_out(override: str, fragments: list[str]) -> None:

@@ -60,6 +60,11 @@ def test_what_cannot_be_planned_is_not_launched(
         assert says in capsys.readouterr().err
 
 
+def test_a_launcher_that_is_not_known_is_named_before_anything_else(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["launch", "--on", "k8s"]) == 2
+    assert capsys.readouterr().err == "error: --on k8s is unknown; known: torchrun, slurm, torchx\n"
+
+
 def test_torchrun_on_one_host() -> None:
     words = torchrun.command(spec("cluster.gpus_per_node=2", "cluster.retries=1"))
     assert after_python(words) == ["--standalone", "--nproc-per-node", "2", "--max-restarts", "1"]

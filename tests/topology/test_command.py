@@ -68,13 +68,24 @@ def test_suggestions_fit_and_the_others_say_why(capsys: pytest.CaptureFixture[st
     [
         (["--html"], "--html needs a value"),
         (["--rank", "five"], "--rank five is not a rank's number"),
-        (["--drawing"], "unknown option --drawing"),
+        (
+            ["--drawing"],
+            "unknown option --drawing; options are --json [FILE], --html FILE, --rank N, --suggest, --verify,",
+        ),
         (["actor.engine.fsdp.fsdp_sice=2"], "fsdp_size"),
+        ([*ARGV, "--rank", "99"], "--rank 99: the job has ranks 0..15"),
     ],
 )
 def test_wrong_words_end_with_code_2(capsys: pytest.CaptureFixture[str], argv: list[str], message: str) -> None:
     assert main(argv) == 2
-    assert message in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert message in err
+    assert err.startswith("error: ")
+
+
+def test_what_cannot_run_is_an_impossible_plan(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*ARGV, "actor.engine.fsdp.fsdp_size=3"]) == 2
+    assert capsys.readouterr().err.startswith("impossible plan:\n  - actor.engine.fsdp.fsdp_size=3 does not divide")
 
 
 def test_options_are_told_from_overrides() -> None:
