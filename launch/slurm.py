@@ -57,7 +57,7 @@ fi
 exit $status"""
 
 DRY_RUN = """\
-# To be read: the srun line loads what `spmd-rl launch` pickles when it submits. A script to change: launch/job.sbatch"""
+# To be read: the srun line loads what `spmd-rl launch` pickles when it submits. One to change: launch/job.sbatch"""
 """Under the script that is printed."""
 
 

@@ -51,5 +51,5 @@ if [[ -n $again && $(squeue --noheader --job "$SLURM_JOB_ID" --format %T | head 
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $status
-# To be read: the srun line loads what `spmd-rl launch` pickles when it submits. A script to change: launch/job.sbatch
+# To be read: the srun line loads what `spmd-rl launch` pickles when it submits. One to change: launch/job.sbatch
 # every task runs: /opt/python -m spmd_rl.torchrun --nnodes 4 --node-rank '$SLURM_NODEID' --master-addr '$MASTER_ADDR' --master-port '$MASTER_PORT' --nproc-per-node '$SPMD_RL_RANKS' -m spmd_rl.train experiment=tiny trainer.output_dir=/shared/run cluster.python=/opt/python cluster.nodes=4 cluster.gpus_per_node=8 'cluster.node_tags=[h100,h100,h100,h100]' cluster.time_h=12 cluster.account=lab cluster.partition=gpu cluster.qos=high cluster.cpus_per_rank=12 cluster.memory_gib=900 cluster.exclusive=true cluster.retries=2 cluster.links=5 cluster.srun=node 'cluster.sbatch={reservation: r1}' 'cluster.srun_args=['"'"'--mpi=none'"'"']' 'cluster.env={NCCL_DEBUG: WARN}' cluster.image=/images/rl.sqsh 'cluster.mounts=['"'"'/data:/data:ro'"'"']'

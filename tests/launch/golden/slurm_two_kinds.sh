@@ -46,5 +46,5 @@ if [[ -n $again && $(squeue --noheader --job "$SLURM_JOB_ID" --format %T | head 
     scontrol requeue "$SLURM_JOB_ID"
 fi
 exit $status
-# To be read: the srun line loads what `spmd-rl launch` pickles when it submits. A script to change: launch/job.sbatch
+# To be read: the srun line loads what `spmd-rl launch` pickles when it submits. One to change: launch/job.sbatch
 # every task runs: /opt/python -u -m spmd_rl.train experiment=tiny trainer.output_dir=/shared/run cluster.python=/opt/python cluster.nodes=3 'cluster.gpus_per_node=[8,8,4]' 'cluster.node_tags=[h100,h100,l40]'
