@@ -52,7 +52,7 @@ def checked(made: Translation, config: Config) -> tuple[list[str], int]:
         return [*notes, "the translation cannot run:", *(f"  - {line}" for line in str(error).splitlines())], 2
     if plan.shape is None:
         notes.append(
-            f"checked without the model's shape: its heads, layers and memory are not (no config.json of "
-            f"{config.model.path} is at hand; model.shape=qwen3-8b or another that ships is taken instead)"
+            "planned without the model's shape (no config.json at hand): whether heads and layers can be divided and "
+            "memory suffices is not checked; model.path=FOLDER, or a shape that ships, e.g. model.shape=qwen3-8b, does"
         )
     return notes + [f"warning: {warning}" for warning in plan.warnings], 0

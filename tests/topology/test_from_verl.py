@@ -48,7 +48,7 @@ def test_what_was_not_given_is_said_and_the_rest_is_checked_without_a_shape(caps
     err = said(capsys, "data.train_batch_size=256", 0)
     assert "model.path=smollm2-135m-instruct" in err
     assert "a run needs it: data.train.files" in err
-    assert "checked without the model's shape" in err
+    assert "planned without the model's shape" in err
     assert "actor.engine.fsdp.fsdp_size=3 does not divide the 8 ranks" in said(
         capsys, "actor_rollout_ref.actor.fsdp_config.fsdp_size=3", 2
     )
