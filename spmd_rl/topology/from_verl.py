@@ -53,6 +53,6 @@ def checked(made: Translation, config: Config) -> tuple[list[str], int]:
     if plan.shape is None:
         notes.append(
             "planned without the model's shape (no config.json at hand): whether heads and layers can be divided and "
-            "memory suffices is not checked; for that, plan it with model.path=FOLDER or a model.shape that ships (qwen3-8b)"
+            "memory suffices is not checked; for that, plan with model.path=FOLDER, or model.shape=qwen3-8b or another"
         )
     return notes + [f"warning: {warning}" for warning in plan.warnings], 0
