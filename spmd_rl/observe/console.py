@@ -20,13 +20,18 @@ COLUMNS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("loss", ("sft/loss", "train/loss"), ".4f"),
     ("reward", ("critic/score/mean",), ".3f"),
     ("len", ("response_length/mean",), ".1f"),
-    ("kl", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), ".4f"),
+    ("kl", ("actor/kl_loss", "actor/reward_kl_penalty"), ".4f"),
+    ("ppo_kl", ("actor/ppo_kl",), ".4f"),
     ("entropy", ("actor/entropy",), ".3f"),
     ("grad", ("actor/grad_norm", "sft/grad_norm"), ".3g"),
     ("lr", ("actor/lr", "sft/lr"), ".2g"),
     ("tok/s/rank", ("perf/throughput",), ".0f"),
 )
-"""What a step's line shows: label, the metrics of which the first present is taken, format."""
+"""What a step's line shows: label, the metrics of which the first present is taken, format. `kl` is to the reference,
+`ppo_kl` to the policy that sampled: shown from the step on in which it is more than its rounding."""
+
+SHOWN_PPO_KL = 5e-5
+"""Below, `ppo_kl` is printed as 0.0000, as always when a step has one update."""
 
 CHAT_MARKER = re.compile(r"<\|im_start\|>\w*|<\|start_header_id\|>\w*|<\|[^|<>]*\|>")
 """What a chat template puts around the turns; not worth a reader's eye."""
@@ -34,7 +39,7 @@ CHAT_MARKER = re.compile(r"<\|im_start\|>\w*|<\|start_header_id\|>\w*|<\|[^|<>]*
 MEMORY_STEPS = 2
 """How many steps say what they took of the planned memory: AdamW's state is there from the second one on."""
 
-WARN_ABOVE_ZERO = ("reward/errors", "reward/timeouts", "actor/skipped_updates", "sft/skipped_updates")
+WARN_ABOVE_ZERO = ("reward/timeouts", "actor/skipped_updates", "sft/skipped_updates")
 """Counters that are shown only when something happened."""
 
 SLOW_PHASE_S = 60.0
@@ -51,6 +56,7 @@ class ConsoleTracker:
         self._steps = self._start_step = self._show_samples = 0
         self._started = time.monotonic()
         self._next_word = SLOW_PHASE_S
+        self._ppo_kl_moves = False
 
     def start(self, config: Config, start_step: int, facts: Mapping[str, str]) -> None:
         """Print the header; `facts["steps"]` is the number of steps, for the progress and the time left."""
@@ -79,7 +85,9 @@ class ConsoleTracker:
             if self._progress:
                 self._progress.update(self._progress.task_ids[0], completed=step, left=self._left(step))
         if validation:
-            self._print(Text(self.validation_line(validation, step), style="green"))
+            failed = metrics.get("val-aux/reward/errors", 0)
+            words = self.validation_line(validation, step) + (f"  reward errors {failed:g}" if failed else "")
+            self._print(Text(words, style="green"))
 
     def samples(self, rows: Sequence[Sample], step: int, kind: str = "train") -> None:
         """The first few replies, on one line each."""
@@ -116,8 +124,10 @@ class ConsoleTracker:
         words = [f"step {step}/{self._steps}" if self._steps else f"step {step}"]
         for label, names, spec in COLUMNS:
             value = next((metrics[name] for name in names if name in metrics), None)
-            if value is not None:
+            if value is not None and (label != "ppo_kl" or self._moves(value)):
                 words.append(f"{label} {value:{spec}}")
+        if (errors := metrics.get("reward/errors", 0)) > 0:
+            words.append(f"reward errors {errors:g}/{metrics.get('reward/replies', 0):g}")
         words += [f"{name} {metrics[name]:g}" for name in WARN_ABOVE_ZERO if metrics.get(name, 0) > 0]
         words += _times(metrics)
         if self._steps and not self._progress:
@@ -137,6 +147,11 @@ class ConsoleTracker:
 
     def _print(self, text: Text) -> None:
         (self._progress.console if self._progress else self._console).print(text)
+
+    def _moves(self, ppo_kl: float) -> bool:
+        """Whether ppo_kl says something: it did so once."""
+        self._ppo_kl_moves |= abs(ppo_kl) >= SHOWN_PPO_KL
+        return self._ppo_kl_moves
 
     def _left(self, step: int) -> str:
         done = max(step - self._start_step, 1)

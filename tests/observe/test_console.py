@@ -119,3 +119,30 @@ def test_the_first_steps_say_what_they_took_of_the_planned_memory(config: Config
         tracker.log(STEP | memory, step)
     lines = [line for line in file.getvalue().splitlines() if "peak GB" in line]
     assert lines == ["    peak GB of the plan's: ref 1.0 of 2.0 (0.50)"] * 2
+
+
+def test_kl_is_the_one_to_the_reference_and_ppo_kl_is_shown_once_it_is_more_than_nothing(config: Config) -> None:
+    tracker = ConsoleTracker(Console(file=io.StringIO()))
+    tracker.start(config, 0, {})
+    shown = [tracker.step_line({"actor/ppo_kl": value}, 1) for value in (0.0, -1e-9, 0.25, 0.0)]
+    assert shown == ["step 1", "step 1", "step 1  ppo_kl 0.2500", "step 1  ppo_kl 0.0000"]
+    for name in ("actor/kl_loss", "actor/reward_kl_penalty"):
+        assert tracker.step_line({name: 0.0, "actor/ppo_kl": 0.1}, 2) == "step 2  kl 0.0000  ppo_kl 0.1000"
+
+
+def test_replies_whose_reward_failed_are_shown_as_a_share(config: Config) -> None:
+    file = io.StringIO()
+    tracker = ConsoleTracker(Console(file=file, soft_wrap=True))
+    tracker.start(config, 0, {})
+    tracker.log(
+        {"reward/errors": 0.0, "reward/replies": 64.0, "val-core/s/acc/mean@1": 0.5, "val-aux/reward/errors": 0.0}, 1
+    )
+    tracker.log(
+        {"reward/errors": 3.0, "reward/replies": 64.0, "val-core/s/acc/mean@1": 0.5, "val-aux/reward/errors": 2.0}, 2
+    )
+    assert file.getvalue().splitlines()[-4:] == [
+        "step 1",
+        "validation after step 1  s acc mean@1 0.500",
+        "step 2  reward errors 3/64",
+        "validation after step 2  s acc mean@1 0.500 (+0.000)  reward errors 2",
+    ]
