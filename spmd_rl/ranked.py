@@ -10,7 +10,7 @@ from spmd_rl.config import Config, ConfigError
 from spmd_rl.config.load import parse_arguments
 from spmd_rl.observe.live import HERE
 from spmd_rl.runtime.environment import LaunchEnvironment, read_environment
-from spmd_rl.runtime.joining import joined
+from spmd_rl.runtime.joining import NothingToDo, joined
 from spmd_rl.topology.cluster import Cluster
 from spmd_rl.topology.plan import Plan
 from spmd_rl.trainer.checkpoint import CheckpointError
@@ -33,6 +33,8 @@ def on_every_rank(command: str, argv: list[str], act: Callable[[Config, LaunchEn
         config = arguments.config()
         with joined(config, env, trains=command == "train" and not config.trainer.rehearse) as env, recorded():
             act(config, env)
+    except NothingToDo as done:
+        print(f"{done}\n" if env.is_first else "", end="", flush=True)
     except (ConfigError, CheckpointError) as error:
         report(str(error), env)
         return 2 if isinstance(error, ConfigError) else 1
@@ -44,7 +46,7 @@ def recorded() -> Iterator[None]:
     """Leave a traceback where the launcher looks for it, before the other ranks hear of it: so it shows the first."""
     try:
         yield
-    except (ConfigError, CheckpointError):
+    except (ConfigError, CheckpointError, NothingToDo):
         raise
     except Exception as error:
         from torch.distributed.elastic.multiprocessing.errors import ErrorHandler

@@ -61,7 +61,6 @@ class Inputs:
     def facts(self, config: Config, runtime: Runtime) -> dict[str, str]:
         """Lines for the console's header that only an RL run has."""
         return {
-            "rollout": f"{config.rollout.name}  {runtime.layout('rollout').mesh}",
             "batch": f"{config.data.train_batch_size} prompts × {config.rollout.n} samples a step",
             "prompts": f"{len(self.order.rows)} to train on, {len(self.validation or [])} to validate on",
         }

@@ -17,6 +17,7 @@ from typing import Any
 from spmd_rl.config import ConfigError
 from spmd_rl.observe.live import Report
 
+STATUS = "status.json"
 QUIET_S = 30.0
 """A status that was not written for so long is an old one."""
 REFRESH_S = 2.0
@@ -77,14 +78,28 @@ def table(reports: Sequence[Report], age: float = 0.0) -> list[str]:
 def write_status(folder: Path, attempt: str, reports: Sequence[Report]) -> None:
     """Replace status.json at once."""
     rows = [json.loads(report.to_json()) for report in reports]
-    fresh = folder / f".status.json.{os.getpid()}"
-    fresh.write_text(json.dumps({"attempt": attempt, "written": time.time(), "ranks": rows}), encoding="utf-8")
-    os.replace(fresh, folder / "status.json")
+    text = json.dumps({"attempt": attempt, "written": time.time(), "ranks": rows})
+    write_whole(folder / STATUS, text.encode())
+
+
+def write_whole(file: Path, data: bytes) -> None:
+    """Put the bytes in the file's place at once."""
+    fresh = file.with_name(f".{file.name}.{os.getpid()}")
+    fresh.write_bytes(data)
+    os.replace(fresh, file)
+
+
+def read_bytes(file: Path) -> bytes | None:
+    """The file's bytes; None where there is none that can be read."""
+    try:
+        return file.read_bytes()
+    except OSError:
+        return None
 
 
 def read_status(folder: Path) -> tuple[dict[str, Any], str]:
     """status.json, and the message of what ended that start of the run ('' when nothing did)."""
-    file = folder / "status.json"
+    file = folder / STATUS
     if not file.is_file():
         raise ConfigError(f"{folder}: there is no status.json; give the trainer.output_dir of a run that has started")
     status: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))

@@ -11,13 +11,17 @@ from spmd_rl.runtime.liveness import Liveness
 from spmd_rl.runtime.roster import meet
 
 
+class NothingToDo(Exception):
+    """The run is done already: every rank finds it, nothing of its folder may change. Says so, with the ways out."""
+
+
 @contextmanager
 def joined(config: Config, env: LaunchEnvironment, trains: bool) -> Iterator[LaunchEnvironment]:
     """Meet the job's other ranks, and be watched over by them until the block ends.
 
     Gives the environment with the job's own rank numbers. A run that `trains` keeps them, and shows what its ranks do,
     in trainer.output_dir. A rank that leaves by an error ends the job; mistakes (ConfigError and the like) are every
-    rank's own, and end it only when others go on regardless.
+    rank's own, and end it only when others go on regardless. After NothingToDo the folder's status.json is as before.
     """
     HERE.begin("meeting")
     env = meet(config, env, keeps_roster=trains)
@@ -29,6 +33,9 @@ def joined(config: Config, env: LaunchEnvironment, trains: bool) -> Iterator[Lau
     alive.begin()
     try:
         yield env
+    except NothingToDo:
+        alive.leave(unseen=True)
+        raise
     except BaseException as error:
         alive.leave(error, mistake=isinstance(error, ConfigError) or not isinstance(error, Exception))
         raise

@@ -8,6 +8,7 @@ from spmd_rl.topology.layout import Layout
 from spmd_rl.topology.memory import card_bytes
 from spmd_rl.topology.phases import samples_a_prompt
 from spmd_rl.topology.plan import Plan
+from spmd_rl.topology.roles import role_specs
 
 SHOWN = 16
 """Ranks listed one by one; of larger jobs the first and last few."""
@@ -41,6 +42,19 @@ def rank_text(plan: Plan, job_rank: int) -> str:
             if names and groups.group_size > 1:
                 lines.append(f"  group   {', '.join(names)}: {_run(groups.members_of(job_rank))}")
     return "\n".join([*lines, *_moves(plan, job_rank), *_memory_lines(plan, job_rank)]) + "\n"
+
+
+def header_lines(plan: Plan) -> dict[str, str]:
+    """For a run's header: its pools, when there are several, with the schedule; and how each role is held."""
+    lines = {}
+    if len(plan.pools) > 1:
+        pools = (f"{p.name} {_run(p.ranks)}: {' · '.join(plan.roles_on(p.name))}" for p in plan.pools.values())
+        lines["pools"] = f"{'  |  '.join(pools)}  ·  schedule {plan.config.trainer.schedule}"
+    for role, spec in role_specs(plan.config).items():
+        held = plan.roles[role]
+        words = [f"{held.engine}  {held.mesh}", str(held.batch) if spec.engine is not None else "", spec.path or ""]
+        lines["reward model" if role == "reward" else role] = "  |  ".join(filter(None, words))
+    return lines
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = ()) -> str:

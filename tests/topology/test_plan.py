@@ -10,6 +10,7 @@ import pytest
 from spmd_rl.config import ConfigError
 from spmd_rl.topology.cluster import Cluster
 from spmd_rl.topology.plan import Plan
+from spmd_rl.topology.text import header_lines
 from tests.topology.configured import configured
 
 
@@ -172,3 +173,26 @@ def test_a_hundred_thousand_ranks_in_four_roles() -> None:
 def test_the_plan_needs_no_torch() -> None:
     code = "import sys, spmd_rl.topology.plan, spmd_rl.topology.page; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_header_says_how_each_role_is_held_and_names_pools_where_there_are_several() -> None:
+    alone = header_lines(plan_of(counts=[2]))
+    assert alone == {"actor": "fsdp  fsdp=2  |  dp=2 · sp=1", "rollout": "transformers  dp=2 · infer_tp=1 · infer_pp=1"}
+    several = plan_of(
+        "+pools.rollout.n_gpus_per_node=1", "rollout.pool=rollout", "trainer.schedule=one_step_off",
+        "+pools.judges.n_gpus_per_node=1", "reward.model.pool=judges", "reward.model.enable=true",
+        "reward.model.path=some/judge", "algorithm.adv_estimator=gae", "actor.use_kl_loss=true", "teacher.enable=true",
+        "teacher.path=some/teacher",
+        counts=[4],
+    )  # fmt: skip
+    lines = header_lines(several)
+    pools = "global 0-1: actor · ref · critic · teacher  |  rollout 3: rollout  |  judges 2: reward"
+    assert lines.pop("pools") == f"{pools}  ·  schedule one_step_off"
+    assert lines == {
+        "actor": "fsdp  fsdp=2  |  dp=2 · sp=1",
+        "rollout": "transformers  dp=1 · infer_tp=1 · infer_pp=1",
+        "ref": "fsdp  fsdp=2  |  dp=2 · sp=1",
+        "critic": "fsdp  fsdp=2  |  dp=2 · sp=1",
+        "reward model": "fsdp  fsdp=1  |  dp=1 · sp=1  |  some/judge",
+        "teacher": "fsdp  fsdp=2  |  dp=2 · sp=1  |  some/teacher",
+    }

@@ -60,6 +60,14 @@ def run(overrides: list[str], patch: Callable[[], Any] | None = None) -> tuple[i
     return status, said.getvalue()
 
 
+def shown(overrides: list[str]) -> tuple[int, str, str]:
+    """`spmd-rl train` on this world of ranks: exit status, what it printed, and what of it as an error."""
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        status, said = run(overrides)
+    return status, out.getvalue(), said
+
+
 def train_quietly(overrides: list[str]) -> int:
     """`spmd-rl train` with these settings alone; its exit status."""
     return train.main(overrides)

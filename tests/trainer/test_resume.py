@@ -15,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from spmd_rl.trainer.checkpoint import Checkpointer, committed
 from tests.trainer import launched
-from tests.trainer.launched import PLACES, STEPS, lines, marked, new_mark, run, torchrun, wait_until
+from tests.trainer.launched import PLACES, STEPS, lines, marked, new_mark, run, shown, torchrun, wait_until
 from tests.world import RankError, Worlds
 
 Line = dict[str, Any]
@@ -205,3 +205,50 @@ def test_starting_anew_puts_the_old_checkpoints_aside(worlds: Worlds, whole: Pat
     assert aside == ["step_000002", "step_000004", "step_000005"]
     assert [step for step, _ in scalars(folder)] == [1, 2]
     assert len(lines(folder)) == 3
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    """All that a user or a command looks at; the roster counts every start."""
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file() and file.name != "roster.json"}
+
+
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        ([], "the last of 5 steps; raise trainer.total_training_steps"),
+        (["trainer.total_training_steps=3"], "beyond the last of 3 steps; raise trainer.total_training_steps"),
+        (
+            ["trainer.total_training_steps=null", "trainer.total_epochs=1"],
+            "beyond the last of 3 steps; raise trainer.total_epochs",
+        ),
+    ],
+)
+def test_a_finished_run_says_so_and_is_left_alone(
+    worlds: Worlds, whole: Path, tmp_path: Path, settings: list[str], says: str
+) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    before = contents(folder)
+    again = [f"trainer.output_dir={folder}", "actor.optim.lr=0.5", *settings]
+    first, other = worlds[2].run(shown, again)
+    ways_out = "set trainer.resume=never to begin anew, or another trainer.output_dir"
+    assert first == (0, f"nothing to do: {folder}/checkpoints/step_000005 is {says}, {ways_out}\n", "")
+    assert other == (0, "", "")
+    assert contents(folder) == before
+
+
+def test_a_resumed_run_says_what_was_changed(worlds: Worlds, whole: Path, tmp_path: Path) -> None:
+    folder = shutil.copytree(whole, tmp_path / "run")
+    resumed = [f"trainer.output_dir={folder}", "observe.trackers=[console,jsonl]", "trainer.save_freq=-1"]
+    more = [*resumed, "trainer.total_training_steps=6", "+reward.kwargs.digits={}", "rollout.stop_token_ids=[10]"]
+    first, other = worlds[2].run(shown, [*more, "actor.optim.lr=0.5"])
+    assert (first[0], *other) == (0, 0, "", "")
+    (line,) = [line for line in first[1].splitlines() if line.startswith("changed against ")]
+    assert line.startswith(f"changed against {folder}/config.yaml: actor.optim.lr ")
+    assert " -> 0.5, rollout.stop_token_ids [10, 20, 30, 40, 50, 60, 70, 80] -> [10], " in line
+    assert line.endswith("trainer.total_training_steps 5 -> 6, trainer.save_freq 2 -> -1")
+    assert "resumed" in first[1].split(line)[0]
+    again = worlds[2].run(shown, [*more, "actor.optim.lr=0.5", "trainer.total_training_steps=7"])[0][1]
+    assert f"changed against {folder}/config.yaml: trainer.total_training_steps 6 -> 7\n" in again
+    same = worlds[2].run(shown, [*more, "actor.optim.lr=0.5", "trainer.total_training_steps=7"])[0][1]
+    assert "step 6/7" in same
+    assert "changed against" not in same
