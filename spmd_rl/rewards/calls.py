@@ -58,6 +58,17 @@ def perform(call: Call, job: Job, functions: Sequence[Function]) -> list[Outcome
         return [Outcome(math.nan, {}, "".join(last).strip())] * len(call.samples)
 
 
+def in_one_line(error: str, longest: int = 300) -> str:
+    """`reward 'mine': ValueError: no`: a failed reply's error without the frames of its traceback."""
+    last = error[error.rfind("\nreward '") + 1 :]  # of several functions that failed
+    who, _, trace = last.partition("Traceback (most recent call last):")
+    lines = trace.splitlines() or [who]
+    frames = [place for place, line in enumerate(lines) if line.startswith("  ")]
+    ended = lines[frames[-1] + 1 :] if frames else lines
+    words = (who if trace else "") + " ".join(line.strip() for line in ended or lines[-1:])
+    return words if len(words) <= longest else words[:longest] + "…"
+
+
 async def _awaited(result: Any) -> Any:
     return await result
 

@@ -12,7 +12,7 @@ from spmd_rl.data.batch import Batch
 from spmd_rl.data.prompts import Prompt
 from spmd_rl.rewards.scorer import Completion, Scored, Scorer
 
-COUNTED = ("errors", "timeouts")
+COUNTED = ("replies", "errors", "timeouts")
 
 
 class Reward:
@@ -57,7 +57,8 @@ class Reward:
         return batch
 
     def counts(self, group: ProcessGroup) -> dict[str, float]:
-        """Failed replies since the last call, over all ranks: `reward/errors` and, of these, `reward/timeouts`."""
+        """Since the last call, over all ranks: `reward/replies`, of these the failed ones `reward/errors`, and
+        `reward/timeouts`."""
         now = Counter(self.scorer.stats)
         fresh = torch.tensor([float(now[k] - self._counted[k]) for k in COUNTED])
         self._counted = now

@@ -19,8 +19,10 @@ from spmd_rl.algorithms.masked import group_index
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.data.batch import Batch, Ragged
 from spmd_rl.data.prompts import Prompt, PromptOrder
+from spmd_rl.rewards.calls import in_one_line
+from spmd_rl.roles.reward import Reward
 from spmd_rl.runtime.bootstrap import Runtime
-from spmd_rl.runtime.bridge import Bridge
+from spmd_rl.runtime.bridge import Bridge, from_bytes, to_bytes
 from spmd_rl.runtime.exchange import gather
 from spmd_rl.runtime.remote import Remote, local
 from spmd_rl.trainer.finite import Guard
@@ -55,6 +57,8 @@ class Collected:
 
     batch: Batch | Remote
     metrics: dict[str, float]
+    failed: str = ""
+    """Why the run ends here: the reward failed for every reply. Some rank that holds replies says so."""
 
 
 Collect = Callable[[Sampler, int], Collected | None]
@@ -83,7 +87,9 @@ def groups_with_signal(trainer: Sampler, step: int) -> Collected | None:
         if prompts:
             batch = trainer.sample(prompts, step)
             metric = METRICS[settings.metric]
-            whole = gather(batch, ["uid", "score", metric], hearers(runtime))
+            whole = gather(batch, ["uid", "score", metric, "error"], hearers(runtime))
+            if all(whole["error"]):  # another round would find no signal either
+                return Collected(batch, {}, _all_failed(whole["error"], len(whole), step, config))
             signal = has_signal(whole[metric], group_index(whole["uid"])).view(len(prompts), -1)[:, 0]
             rounds.append(local(partial(_renumbered, signal_P=signal, before=kept, config=config), batch))
             kept, sampled = kept + int(signal.sum()), sampled + len(prompts)
@@ -95,6 +101,41 @@ def groups_with_signal(trainer: Sampler, step: int) -> Collected | None:
         if todo == "stop":
             _explain(not prompts, kept, sampled, config, runtime)
             return None
+
+
+def note_failures(found: Collected, reward: Reward, step: int, config: Config, runtime: Runtime) -> None:
+    """Add how many replies the reward functions failed for, over all ranks; `found.failed` when it was every one.
+
+    All ranks of the rollout's pool call it; elsewhere it does nothing.
+    """
+    if isinstance(found.batch, Remote):
+        return
+    found.metrics |= reward.counts(runtime.everyone)
+    count, errors = (found.metrics.get(f"reward/{name}", 0.0) for name in ("replies", "errors"))
+    if 0 < count == errors and len(found.batch):
+        found.failed = _all_failed(found.batch["error"], int(count), step, config)
+
+
+def _all_failed(errors: Sequence[str], count: int, step: int, config: Config) -> str:
+    return (
+        f"the reward failed for {count} of the {count} replies of step {step}, so there is nothing to learn from; the "
+        f"last one: {in_one_line(errors[-1])}. The first ones are in the log with their tracebacks. Mend "
+        f"reward.functions={list(config.reward.functions)} (reward.num_workers=0 calls them in the rank, for a "
+        f"debugger), or raise reward.timeout_s={config.reward.timeout_s:g} where they are only slow; the same command "
+        f"then goes on from the last checkpoint. reward.on_error={config.reward.on_error:g} scores failures of some "
+        "replies only; a function that may fail for all of them has to catch that itself and return a score"
+    )
+
+
+def nothing_to_train_on(found: Collected | Remote | None, runtime: Runtime) -> bool:
+    """Whether the data has run out. ConfigError when the reward failed for every reply. All ranks call it."""
+    failed = found.failed if isinstance(found, Collected) else ""
+    if not runtime.job.any(found is None or bool(failed)):
+        return False
+    said = [from_bytes(words) for words in runtime.job.all_gather(to_bytes(failed))]
+    if words := next(filter(None, said), ""):
+        raise ConfigError(words)
+    return True
 
 
 def hearers(runtime: Runtime) -> Bridge:

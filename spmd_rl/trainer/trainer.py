@@ -38,7 +38,15 @@ from spmd_rl.topology.tails import in_rounds
 from spmd_rl.trainer.advantages import add_advantages, configured_estimator, token_level_rewards
 from spmd_rl.trainer.ahead import Ahead, check_in_flight, load_ahead, saved_ahead
 from spmd_rl.trainer.checkpoint import Checkpointer
-from spmd_rl.trainer.collect import Collect, Collected, groups_with_signal, mask_truncated, one_round
+from spmd_rl.trainer.collect import (
+    Collect,
+    Collected,
+    groups_with_signal,
+    mask_truncated,
+    note_failures,
+    nothing_to_train_on,
+    one_round,
+)
 from spmd_rl.trainer.correction import add_correction, bypasses, corrects
 from spmd_rl.trainer.critic import update_critic, value_metrics
 from spmd_rl.trainer.distill import distil, distils_tokens, teacher_columns
@@ -108,7 +116,7 @@ class Trainer(Loop):
     def step(self, step: int) -> dict[str, float] | None:
         """One step: sample, score, estimate advantages, update. Its metrics; None when the data has run out."""
         self.produce_until(step)
-        if self.runtime.job.any(self.ahead[0] is None):
+        if nothing_to_train_on(self.ahead[0], self.runtime):
             return None
         shard = self.deliver(self.ahead.popleft(), step)
         self.produce_until(min(step + self.lag, self.total_steps))  # on other pools than the rest of the step
@@ -133,7 +141,7 @@ class Trainer(Loop):
         """Prompts, replies, rewards; None when the data has run out."""
         found = self.collect(self, step)
         if found is not None:
-            found.metrics |= self.roles.reward.counts(self.runtime.everyone)
+            note_failures(found, self.roles.reward, step, self.config, self.runtime)
             self.lengths.note(found.batch)
             if self.config.rollout.truncated == "mask":
                 local(mask_truncated, found.batch)
@@ -292,7 +300,9 @@ class Trainer(Loop):
     @on("rollout")
     def validation_replies(self, prompts: Sequence[Prompt]) -> Batch:
         """This rank's part of them."""
-        return scored(prompts, here(self.roles.rollout), self.roles.reward, self.config)
+        batch = scored(prompts, here(self.roles.rollout), self.roles.reward, self.config)
+        self.roles.reward.counts(self.runtime.everyone)  # these failures are validation's, not the next step's
+        return batch
 
     @on("rollout", "actor")
     def gathered(self, batch: Batch | Remote, names: Sequence[str]) -> Batch:

@@ -20,7 +20,7 @@ NOISE_STEP = -1
 Round = Callable[[Sequence[Prompt], Sequence[str]], Batch | Remote]
 """(prompts, columns) -> those columns of all their scored replies, in prompt order."""
 SHOWN = (
-    "uid", "sample", "score", "acc", "length", "prompt", "text", "data_source", "ground_truth", "prediction"
+    "uid", "sample", "score", "acc", "length", "prompt", "text", "data_source", "ground_truth", "prediction", "error"
 )  # fmt: skip
 
 
@@ -65,6 +65,7 @@ def _measured(parts: Sequence[Batch], config: Config) -> tuple[dict[str, float],
     )
     lengths = [n for part in parts for n in part["length"].tolist()]
     metrics["val-aux/response_length/mean"] = sum(lengths) / len(lengths)
+    metrics["val-aux/reward/errors"] = float(sum(bool(error) for part in parts for error in part["error"]))
     return metrics, [row for part in parts for row in _rows(part)]
 
 
@@ -77,6 +78,7 @@ def _rows(part: Batch) -> list[dict[str, Any]]:
             "response": part["text"][i],
             "ground_truth": part["ground_truth"][i],
             "score": float(part["score"][i]),
+            **({"error": part["error"][i]} if part["error"][i] else {}),
         }
         for i in range(len(part))
     ]

@@ -12,6 +12,7 @@ from spmd_rl.config.roles import RewardConfig
 from spmd_rl.config.run import DataConfig, SourceConfig
 from spmd_rl.data.rows import data_sources, load_rows
 from spmd_rl.rewards import Completion, Scorer
+from spmd_rl.rewards.calls import in_one_line
 from tests.rewards.groups import group
 
 Write = Callable[[str], str]
@@ -253,3 +254,28 @@ def test_the_layout_does_not_change_the_scores(write: Write) -> None:
     together = scores(RewardConfig(functions=[f"{path}:f", "gsm8k"], num_workers=2), *groups)
     apart = [scores(RewardConfig(functions=[f"{path}:f", "gsm8k"], num_workers=0), g)[0] for g in groups]
     assert together == apart
+
+
+def test_an_error_in_one_line_is_the_last_functions_without_its_frames(write: Write, workers: int) -> None:
+    path = write("""
+        def first(data_source, solution_str, ground_truth, extra_info=None):
+            raise KeyError("answer")
+        def second(data_source, solution_str, ground_truth, extra_info=None):
+            try:
+                int(solution_str)
+            except ValueError as error:
+                raise RuntimeError("two\\nlines") from error
+        def nothing(data_source, solution_str, ground_truth, extra_info=None):
+            return None if solution_str else 1.0
+    """)
+    for names, said in (
+        (("first",), "reward 'first': KeyError: 'answer'"),
+        (("first", "second"), "reward 'second': RuntimeError: two lines"),
+        (("second", "nothing"), "reward 'nothing': ValueError: the function returned None"),
+    ):
+        with Scorer(RewardConfig(functions=[f"{path}:{n}" for n in names], num_workers=workers)) as scorer:
+            ((scored,),) = scorer.score([group("x")])
+        assert scored.error is not None
+        assert in_one_line(scored.error) == said
+    assert in_one_line("reward 'late': no result within 2 s") == "reward 'late': no result within 2 s"
+    assert in_one_line("x" * 301) == "x" * 300 + "…"

@@ -1,5 +1,6 @@
 """A reward that random text earns in part, so that groups of a model from scratch have a signal."""
 
+import time
 from typing import Any
 
 
@@ -17,6 +18,24 @@ def length(data_source: str, solution_str: str, ground_truth: str, extra_info: A
 def rarely(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
     """1 for a reply with two digits or more: groups of a model from scratch mostly agree on 0."""
     return float(sum(c.isdigit() for c in solution_str) >= 2)
+
+
+def broken(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """Of no use."""
+    raise ValueError(f"no key\nin {len(data_source) > 0}")
+
+
+def sometimes(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """Raises for a reply of an odd number of characters."""
+    if len(solution_str) % 2:
+        raise ValueError("odd")
+    return digits(data_source, solution_str, ground_truth)
+
+
+def hangs(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
+    """Never comes back."""
+    time.sleep(1000)
+    return 0.0
 
 
 def never(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
