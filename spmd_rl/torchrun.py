@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import tempfile
+import time
 from collections.abc import Callable
 from functools import partial
 from io import TextIOWrapper
@@ -20,6 +21,8 @@ from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
+AGAIN_S = 2.0
+"""A terminal and a wrapper may both send the same Ctrl-C."""
 USER_ERROR = 2
 """Exit status of ranks that were called wrongly, and so torchrun's."""
 
@@ -45,6 +48,7 @@ def main(argv: list[str] | None = None) -> int:
         workers._wrap = partial(until_done, workers._wrap)
         asked = Politely(workers._terminate_process_handler)
         workers._terminate_process_handler = asked  # type: ignore[assignment]
+        workers.MultiprocessContext._start = asked.before(workers.MultiprocessContext._start)  # type: ignore[method-assign]
         workers.logger.addFilter(said_already)
     gc.freeze()  # so that no rank looks there either, which would copy the memory that the ranks share
     gc.enable()
@@ -56,6 +60,8 @@ def main(argv: list[str] | None = None) -> int:
             if error.get_first_failure()[1].exitcode == USER_ERROR:
                 return USER_ERROR
             raise
+        except workers.SignalException as error:  # torchrun has ended the ranks
+            return 128 + error.sigval
         finally:
             tempfile.tempdir = None
             gc.unfreeze()  # extension modules complain at the end of what is never let go
@@ -70,18 +76,30 @@ class Politely:
     """
 
     def __init__(self, otherwise: Callable[[int, Any], None]) -> None:
-        self.otherwise, self.number = otherwise, 0
+        self.otherwise, self.number, self.since = otherwise, 0, 0.0
 
     def __call__(self, number: int, frame: Any) -> None:
         """The signal's handler."""
         ranks = [rank.pid for rank in multiprocessing.active_children() if rank.pid]
         known = number in (signal.SIGTERM, signal.SIGINT) and all(map(ends_well, ranks))
+        if number == self.number and time.monotonic() - self.since < AGAIN_S:
+            return
         if self.number or not ranks or not known:
             self.otherwise(number, frame)
             return
-        self.number = number
+        self.number, self.since = number, time.monotonic()
         for rank in ranks:
             os.kill(rank, signal.SIGUSR2)
+
+    def before(self, start: Callable[[Any], None]) -> Callable[[Any], None]:
+        """What torchrun does to start ranks, also those that take failed ones' places: after such a signal none do."""
+
+        def begin(ranks: Any) -> None:
+            if self.number:
+                self.otherwise(self.number, None)
+            start(ranks)
+
+        return begin
 
 
 def ends_well(pid: int) -> bool:

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -40,6 +41,9 @@ if __name__ == "__main__":
         sys.exit(3)
     if wanted == "mistake" and rank == "0":
         sys.exit(2)
+    if wanted == "fails when asked":
+        signal.signal(signal.SIGUSR2, lambda *_: sys.exit(3))
+        open(f"polite{rank}", "w").write(str(os.getpid()))
     if wanted == "polite":
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
         open(f"polite{rank}", "w").write(str(os.getpid()))
@@ -48,12 +52,23 @@ if __name__ == "__main__":
 """
 
 
-def open_(folder: Path, launcher: str, *words: str) -> "subprocess.Popen[str]":
+def open_(folder: Path, launcher: str, *words: str, options: Sequence[str] = ()) -> "subprocess.Popen[str]":
     (folder / "ranks_module.py").write_text(RANK, encoding="utf-8")
     (folder / "tmp").mkdir(exist_ok=True)
     path, temporary = f"{folder}:{os.environ.get('PYTHONPATH', '')}", str(folder / "tmp")
     env = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "TMPDIR": temporary}
-    command = [sys.executable, "-m", launcher, "--standalone", "--nproc-per-node", "2", "-m", "ranks_module", *words]
+    command = [
+        sys.executable,
+        "-m",
+        launcher,
+        "--standalone",
+        "--nproc-per-node",
+        "2",
+        *options,
+        "-m",
+        "ranks_module",
+        *words,
+    ]
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=folder, env=env, stdout=pipe, stderr=pipe, text=True)
 
@@ -117,3 +132,19 @@ def test_ranks_that_end_well_do_not_wait_for_an_agent_that_ends(tmp_path: Path, 
             assert wait_until(lambda: all(processes.state(*rank) == processes.GONE for rank in ranks.items()), 15)
         finally:
             agent.kill()
+
+
+def test_ranks_that_fail_as_they_are_asked_to_end_are_not_started_again(tmp_path: Path) -> None:
+    """One Ctrl-C may also come twice, from a terminal and from a wrapper."""
+    marks = [tmp_path / f"polite{rank}" for rank in range(2)]
+    with open_(tmp_path, "spmd_rl.torchrun", "fails when asked", options=["--max-restarts", "3"]) as agent:
+        try:
+            assert wait_until(lambda: all(mark.exists() and mark.read_text() for mark in marks), 60)
+            ranks = [mark.read_text() for mark in marks]
+            agent.send_signal(signal.SIGINT)
+            agent.send_signal(signal.SIGINT)
+            _, err = agent.communicate(timeout=60)
+        finally:
+            agent.kill()
+    assert agent.returncode == 128 + signal.SIGINT
+    assert [mark.read_text() for mark in marks] == ranks, err

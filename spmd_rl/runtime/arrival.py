@@ -146,7 +146,8 @@ class Arrival:
             targets = values.data_ptr() + starts * column.entry
             peer_memory.copy(*(x.numpy() for x in (sources, targets, lengths * column.entry)))
         else:
-            values[spread(starts, lengths).to(values.device)] = data.view(column.dtype).reshape(-1, *column.shape)
+            at = spread(starts, lengths).to(values.device)
+            values[at] = data.view(column.dtype).reshape(len(at), *column.shape)
 
 
 def _run(source: int, target: int, size: int) -> tuple[Places, Places, Places]:

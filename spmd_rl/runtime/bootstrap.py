@@ -125,7 +125,8 @@ def start(config: Config, plan: Plan, env: LaunchEnvironment | None = None) -> R
     env = env or read_environment()
     shared = config.cluster.ranks_per_gpu
     device = choose_device(config.trainer.device, env.local_rank, shared)
-    die_with_parent()
+    if env.launched:
+        die_with_parent()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     pool = plan.pool_of(env.rank)

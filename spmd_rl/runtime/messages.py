@@ -309,7 +309,7 @@ def read(data: Tensor) -> Batch:
         if column.kind == "objects":
             out.objects[column.name] = pickle.loads(part.numpy().tobytes())
             continue
-        values = part.view(column.dtype).reshape(-1, *column.shape)
+        values = part.view(column.dtype).reshape(column.count, *column.shape)
         out[column.name] = values if column.kind == "row" else Ragged(values, column.lengths)
     return out
 

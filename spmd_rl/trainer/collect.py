@@ -88,7 +88,7 @@ def groups_with_signal(trainer: Sampler, step: int) -> Collected | None:
             batch = trainer.sample(prompts, step)
             metric = METRICS[settings.metric]
             whole = gather(batch, ["uid", "score", metric, "error"], hearers(runtime))
-            if all(whole["error"]):  # another round would find no signal either
+            if all(whole["error"]) and decides(len(whole), config):  # another round would find no signal either
                 return Collected(batch, {}, _all_failed(whole["error"], len(whole), step, config))
             signal = has_signal(whole[metric], group_index(whole["uid"])).view(len(prompts), -1)[:, 0]
             rounds.append(local(partial(_renumbered, signal_P=signal, before=kept, config=config), batch))
@@ -112,8 +112,14 @@ def note_failures(found: Collected, reward: Reward, step: int, config: Config, r
         return
     found.metrics |= reward.counts(runtime.everyone)
     count, errors = (found.metrics.get(f"reward/{name}", 0.0) for name in ("replies", "errors"))
-    if 0 < count == errors and len(found.batch):
+    if count == errors and decides(int(count), config) and len(found.batch):
         found.failed = _all_failed(found.batch["error"], int(count), step, config)
+
+
+def decides(replies: int, config: Config) -> bool:
+    """Whether there is nothing to learn from if the functions failed for all of so many replies: they are no less than
+    a step's (an epoch's last rows may be few), and no model scores them as well."""
+    return replies >= config.data.train_batch_size * config.rollout.n and not config.reward.model.enable
 
 
 def _all_failed(errors: Sequence[str], count: int, step: int, config: Config) -> str:

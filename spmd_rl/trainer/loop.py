@@ -1,5 +1,6 @@
 """What every training loop does around its step: resume, validate, save, log, end. RL and SFT differ in `step` only."""
 
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
@@ -19,6 +20,7 @@ from spmd_rl.observe.timer import Timer
 from spmd_rl.observe.tracking import Trackers
 from spmd_rl.roles.residency import Residency
 from spmd_rl.runtime.bootstrap import Runtime
+from spmd_rl.runtime.liveness import LOST_RANK
 from spmd_rl.trainer.border import Idle, together, together_and_largest
 from spmd_rl.trainer.checkpoint import Checkpointer, read_state
 from spmd_rl.trainer.stop import StopRequest
@@ -94,6 +96,8 @@ class Loop(ABC):
         self.checkpointer.finish()
         if ended and self.done < self.total_steps:
             self.trackers.say(self._why_ended())
+            if self._on_any_rank(bool(self.asked_to_stop) and self.asked_to_stop.launcher_gone):
+                sys.exit(LOST_RANK)  # on all hosts: whoever is left shall start again
 
     def _why_ended(self) -> str:
         """And what the same command will do."""

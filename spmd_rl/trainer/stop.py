@@ -17,11 +17,17 @@ class StopRequest:
     def __init__(self, speaks: bool) -> None:
         """Takes the signals. `speaks`: say so at once, as a step can take minutes."""
         self.name, self._speaks, self._since = "", speaks, 0.0
+        self._launcher = os.getppid()
         for number in SIGNALS:
             signal.signal(number, self._note)
 
     def __bool__(self) -> bool:
         return bool(self.name)
+
+    @property
+    def launcher_gone(self) -> bool:
+        """Whether nobody is left who could have asked: Linux sent the signal as the launcher's process ended."""
+        return os.getppid() != self._launcher
 
     def _note(self, number: int, frame: Any) -> None:
         """Raises KeyboardInterrupt at the second Ctrl-C."""

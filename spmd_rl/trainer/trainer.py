@@ -314,6 +314,14 @@ class Trainer(Loop):
         limit, bridge = self.config.observe.samples_per_step, self.runtime.bridge("rollout", "actor")
         self.trackers.samples(sample_rows(batch, limit, bridge), step)
 
+    def save(self) -> None:
+        """Not when a step that is sampled ahead has no rewards: the run ends at it, and goes on from before it."""
+        failed = any(isinstance(found, Collected) and found.failed for found in self.ahead)
+        if self.runtime.job.any(failed):
+            self.trackers.say(f"not saved after step {self.done}: the reward failed for a step that is sampled ahead")
+            return
+        super().save()
+
     def state(self) -> dict[str, Any]:
         """What this rank's pool knows; a checkpoint holds what all pools know together."""
         state = super().state()

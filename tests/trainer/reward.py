@@ -38,6 +38,17 @@ def hangs(data_source: str, solution_str: str, ground_truth: str, extra_info: An
     return 0.0
 
 
+def later(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None, *, file: str, after: int
+) -> float:
+    """Raises once it was called so often; the file has a byte a call."""
+    with open(file, "ab") as calls:
+        calls.write(b".")
+        if calls.tell() > after:
+            raise ValueError("later")
+    return digits(data_source, solution_str, ground_truth)
+
+
 def never(data_source: str, solution_str: str, ground_truth: str, extra_info: Any = None) -> float:
     """The same for all."""
     return 0.0

@@ -4,6 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from spmd_rl.config.load import compose
+from spmd_rl.trainer.checkpoint import committed
+from spmd_rl.trainer.collect import decides
 from tests.trainer.launched import REWARD, lines, shown
 from tests.trainer.test_pools import apart
 from tests.world import Worlds
@@ -69,3 +72,23 @@ def test_some_replies_are_counted_and_shown(worlds: Worlds, tmp_path: Path) -> N
         assert f"  reward errors {rows[0]['val-aux/reward/errors']:g}\n" in out
         found.append([(row.get("reward/errors"), row["val-aux/reward/errors"]) for row in rows])
     assert found[0] == found[1]
+
+
+def test_a_step_ahead_that_fails_is_in_no_checkpoint(worlds: Worlds, tmp_path: Path) -> None:
+    """It would be trained on with the scores of failed replies, however the function was mended."""
+    calls = f"reward.kwargs={{file: '{tmp_path}/calls', after: 32}}"  # two of the steps
+    fails = [*FAILS, f"reward.functions=['{REWARD}:later']", calls, "reward.num_workers=0"]
+    pools = [*apart(rollout=1), "trainer.schedule=one_step_off", "trainer.save_freq=1"]
+    (status, out, err), _ = worlds[2].run(shown, [*fails, *pools, f"trainer.output_dir={tmp_path / 'run'}"])
+    assert status == 2
+    assert "the reward failed for 16 of the 16 replies of step 3" in err
+    assert "not saved after step 2: the reward failed for a step that is sampled ahead" in out
+    assert [folder.name for folder in committed(tmp_path / "run")] == ["step_000001"]
+
+
+def test_few_replies_and_those_that_a_model_scores_decide_nothing() -> None:
+    config = compose(["data.train_batch_size=4", "rollout.n=4"])
+    assert decides(16, config)
+    assert not decides(12, config)
+    config.reward.model.enable = True
+    assert not decides(16, config)

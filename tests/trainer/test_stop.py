@@ -1,5 +1,6 @@
 """A run that is asked to end: by Ctrl-C or a signal, to the launcher or to all of its process group."""
 
+import ctypes
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from spmd_rl.observe import processes
+from spmd_rl.runtime.liveness import LOST_RANK
 from spmd_rl.trainer.checkpoint import committed
 from tests.trainer.launched import lines, wait_until
 
@@ -101,3 +103,25 @@ def test_a_second_one_ends_a_step_that_does_not(tmp_path: Path) -> None:
         process.communicate(timeout=100)
     assert process.returncode != 0
     assert wait_until(lambda: all(processes.state(*rank) == processes.GONE for rank in ranks), 20)
+
+
+@pytest.fixture
+def orphans() -> Iterator[None]:
+    """Processes whose parent has died become children of this one."""
+    prctl, set_child_subreaper = ctypes.CDLL(None).prctl, 36
+    prctl(set_child_subreaper, 1, 0, 0, 0)
+    yield
+    prctl(set_child_subreaper, 0, 0, 0, 0)
+
+
+def test_a_launcher_that_is_killed_leaves_no_run_that_looks_done(orphans: None, tmp_path: Path) -> None:
+    """The ranks save; that they end with an error has the launchers of other hosts start again."""
+    with started(tmp_path / "run", "--nproc", "2") as process:
+        assert wait_until(lambda: trains(tmp_path / "run") and (tmp_path / "run" / "status.json").exists(), 100)
+        ranks = json.loads((tmp_path / "run" / "status.json").read_text())["ranks"]
+        process.kill()
+        out, _ = process.communicate(timeout=100)  # which waits for the ranks: they have its pipes
+        ends = [os.waitstatus_to_exitcode(os.waitpid(rank["pid"], 0)[1]) for rank in ranks]
+    (folder,) = committed(tmp_path / "run")
+    assert f"ended after step {int(folder.name.removeprefix('step_'))}" in " ".join(out.split())
+    assert ends == [LOST_RANK] * 2
