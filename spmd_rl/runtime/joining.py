@@ -1,18 +1,20 @@
 """A rank's way into the job: it meets the others, learns its rank, and is watched over until it leaves."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from spmd_rl.config import Config, ConfigError
 from spmd_rl.observe.live import HERE
+from spmd_rl.observe.status import STATUS, read_bytes, write_whole
 from spmd_rl.runtime.environment import LaunchEnvironment
 from spmd_rl.runtime.liveness import Liveness
 from spmd_rl.runtime.roster import meet
 
 
 class NothingToDo(Exception):
-    """The run is done already: every rank finds it, nothing of its folder may change. Says so, with the ways out."""
+    """The run is done already: every rank finds it, and leaves config, metrics, status and checkpoints as they are.
+    Says so, with the ways out."""
 
 
 @contextmanager
@@ -29,12 +31,16 @@ def joined(config: Config, env: LaunchEnvironment, trains: bool) -> Iterator[Lau
     alive = Liveness(
         env.store, env.rank, env.world_size, env.on_host, config.trainer.timeout_s, folder, env.attempt, env.store_rank
     )
+    earlier = read_bytes(folder / STATUS) if folder is not None and env.rank == 0 else None
     HERE.begin("inputs")
     alive.begin()
     try:
         yield env
     except NothingToDo:
-        alive.leave(unseen=True)
+        alive.leave()
+        if folder is not None and earlier is not None:
+            with suppress(OSError):
+                write_whole(folder / STATUS, earlier)
         raise
     except BaseException as error:
         alive.leave(error, mistake=isinstance(error, ConfigError) or not isinstance(error, Exception))

@@ -33,7 +33,7 @@ from torch.distributed import Store
 
 from spmd_rl.observe import processes
 from spmd_rl.observe.live import HERE, STACK_FRAMES, Report, short
-from spmd_rl.observe.status import STATUS, read_bytes, table, write_failure, write_status, write_whole
+from spmd_rl.observe.status import table, write_failure, write_status
 
 BEAT_S = 1.0
 """Between two reports of a rank."""
@@ -89,8 +89,6 @@ class Liveness:
         self._ending = threading.Lock()
         self._threads: list[threading.Thread] = []
         self._stacks = self._open_stacks()
-        self._earlier = read_bytes(folder / STATUS) if folder is not None and rank == 0 else None
-        """What an earlier start of the run left as its status."""
 
     def begin(self) -> None:
         """Speak for the first time, then from threads."""
@@ -99,11 +97,8 @@ class Liveness:
             self._threads.append(threading.Thread(target=act, name=name, daemon=True))
             self._threads[-1].start()
 
-    def leave(self, error: BaseException | None = None, mistake: bool = False, unseen: bool = False) -> None:
-        """The rank is done, or `error` ends it. One that another rank may have caused waits for the watch to say so.
-
-        `unseen`: the run had ended before; its status.json becomes again what it was.
-        """
+    def leave(self, error: BaseException | None = None, mistake: bool = False) -> None:
+        """The rank is done, or `error` ends it. One that another rank may have caused waits for the watch to say so."""
         if self._over.is_set():
             return
         cause = "" if error is None else "mistake" if mistake else cause_of(error)
@@ -121,7 +116,7 @@ class Liveness:
         )  # fmt: skip
         with suppress(RuntimeError):
             self._store.set(f"alive/{self.rank}", self._mine.to_json())
-            self._last_words(self._store.add("alive/left", 1), unseen)
+            self._last_words(self._store.add("alive/left", 1))
         faulthandler.unregister(signal.SIGUSR1)
         if self._stacks is not None:
             os.close(self._stacks)
@@ -137,17 +132,14 @@ class Liveness:
                 file.unlink()
                 file.parent.rmdir()  # when it was the last one
 
-    def _last_words(self, left: int, unseen: bool) -> None:
+    def _last_words(self, left: int) -> None:
         """Who holds the store stays until the others have left; rank 0, which writes the last status, for a moment."""
         seconds = self.stuck_s if self.rank == self.store_rank else SECOND_S if self.rank == 0 else 0.0
         end = time.monotonic() + seconds
         while left < self.size and time.monotonic() < end and not self._store.check(["alive/verdict"]):
             time.sleep(0.02)
             left = self._store.add("alive/left", 0)
-        if self.rank == 0 and unseen and self._earlier is not None and self.folder is not None:
-            with suppress(OSError):
-                write_whole(self.folder / STATUS, self._earlier)
-        elif self.rank == 0:
+        if self.rank == 0:
             self._show(self._everybody())
 
     def _open_stacks(self) -> int | None:

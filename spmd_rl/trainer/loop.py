@@ -50,7 +50,8 @@ class Loop(ABC):
         self.peaks = PeakMemory(runtime.device, lambda: residency.asleep())
         self.idle = Idle(runtime)
         self.fingerprint = dict(fingerprint)
-        self.done = 0
+        self.done = self.saved = 0
+        """The last step, and that of the last checkpoint."""
         self.started = time.monotonic()
         self.asked_to_stop = StopRequest(runtime.is_first)
 
@@ -96,20 +97,17 @@ class Loop(ABC):
         self.checkpointer.finish()
         if ended and self.done < self.total_steps:
             self.trackers.say(self._why_ended())
-            if self._on_any_rank(bool(self.asked_to_stop) and self.asked_to_stop.launcher_gone):
+            if self._on_any_rank(self.asked_to_stop.launcher_gone):
                 sys.exit(LOST_RANK)  # on all hosts: whoever is left shall start again
 
     def _why_ended(self) -> str:
         """And what the same command will do."""
-        limit, save = self.config.trainer.time_limit_s, self.config.trainer.save_freq
-        why = (
-            f"trainer.time_limit_s={limit:g}"
-            if self._late()
-            else self.asked_to_stop.name or "another rank was asked to"
-        )
+        why = self.asked_to_stop.name or "another rank was asked to"
+        if self._late():
+            why = f"trainer.time_limit_s={self.config.trainer.time_limit_s:g}"
         after = f"ended   after step {self.done} of {self.total_steps} ({why})"
-        if save < 0:
-            return f"{after}; nothing is saved (trainer.save_freq={save})"
+        if self.saved != self.done:
+            return f"{after}; nothing is saved (trainer.save_freq={self.config.trainer.save_freq})"
         return f"{after}; its checkpoint is saved, and with trainer.resume=auto the same command goes on"
 
     def end_of_data(self) -> None:
@@ -129,6 +127,7 @@ class Loop(ABC):
         with self.timer.phase("save_checkpoint"), self.residency.hold("save"):
             tensors = {role: engine.state() for role, engine in self.engines.items()}
             self.checkpointer.save(self.done, tensors, together(self.state(), self.runtime), self.files())
+        self.saved = self.done
 
     def files(self) -> dict[str, Tensor]:
         """Other files of a checkpoint that this rank writes: name -> bytes."""

@@ -27,7 +27,7 @@ class StopRequest:
     @property
     def launcher_gone(self) -> bool:
         """Whether nobody is left who could have asked: Linux sent the signal as the launcher's process ended."""
-        return os.getppid() != self._launcher
+        return bool(self) and os.getppid() != self._launcher
 
     def _note(self, number: int, frame: Any) -> None:
         """Raises KeyboardInterrupt at the second Ctrl-C."""

@@ -317,7 +317,7 @@ class Trainer(Loop):
     def save(self) -> None:
         """Not when a step that is sampled ahead has no rewards: the run ends at it, and goes on from before it."""
         failed = any(isinstance(found, Collected) and found.failed for found in self.ahead)
-        if self.runtime.job.any(failed):
+        if self.lag and self.runtime.job.any(failed):
             self.trackers.say(f"not saved after step {self.done}: the reward failed for a step that is sampled ahead")
             return
         super().save()
